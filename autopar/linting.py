@@ -23,12 +23,13 @@ from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import text_of_bytes, text_of_s
 from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
-from autopar.frontend.jit_shardings import JitShardings, dims_of, jit_shardings_of, named_sharding
+from autopar.frontend.jit_shardings import JitShardings, jit_shardings_of, named_sharding
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.frontend.tracing import abstract, tie_state
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import AXIS_NAMES, spec_text
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_report import CHANGES, Change, Computed, Held, Lint, Sent
@@ -601,7 +602,7 @@ def _sent(lines: ByLine) -> tuple[Sent, ...]:
     record = lines.plan.record
     rows = sorted(
         collective_rows(record, record.modules, lambda c, module: (c.kind, c.axes, module)),
-        key=lambda row: (-row.waited_s, -row.time_s),
+        key=lambda row: (-row.exposed_s, -row.time_s),
     )
     return tuple(
         Sent(
@@ -611,7 +612,7 @@ def _sent(lines: ByLine) -> tuple[Sent, ...]:
             count=row.count,
             sent_bytes=row.sent_bytes,
             time_s=row.time_s,
-            exposed_s=row.waited_s,
+            exposed_s=row.exposed_s,
         )
         for row in rows[:ROWS]
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
 import functools
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +29,7 @@ from autopar.errors import (
 from autopar.executables.step_leaves import LeafwiseStep, with_process_lost_errors
 from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan
-from autopar.runtime.agreement import exchange_in_turn
+from autopar.runtime.agreement import said_by_all
 from autopar.runtime.execute import turn
 from autopar.runtime.moves import ROUNDS_IN_FLIGHT, Box, Ends, NotHeldError, boxes_of, move_in_rounds, sends_in_rounds
 from autopar.runtime.moves import num_elements as elements_in
@@ -228,10 +226,8 @@ def _agreed(describe: Callable[[], _Transfer]) -> _Transfer:
     except Exception as error:  # whatever it is, the others must hear of it: they wait
         kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
         failure, said = error, {"failed": f"{kind}{error}"}
-    text = base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()
     together = "all processes to call autopar.transfer together"
-    texts = exchange_in_turn(_AT, "autopar/transfer", text, together=together, hint="call it in all processes")
-    heard = [json.loads(zlib.decompress(base64.b64decode(text))) for text in texts]
+    heard = said_by_all(_AT, "autopar/transfer", said, together=together, hint="call it in all processes")
     if failure is not None:
         raise failure
     _compare(heard)

@@ -11,6 +11,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -19,9 +20,8 @@ from autopar.common.jax_distributed import SharedStore
 from autopar.errors import AutoparError, ProcessMismatchError, UnsupportedError
 from autopar.runtime.heartbeat import BEAT_S, Watch, the_watch
 
-# Agreements are numbered: the first of each process is about the same step, and so on.
+# Agreements are numbered: the first of each process is about the same step, and so on; so is what is said of a subject.
 _numbers = itertools.count()
-_meetings = itertools.count()
 _turns: collections.Counter[str] = collections.Counter()
 
 TOGETHER = "all processes to plan together, and to pass batches of new shapes in the same call"
@@ -39,7 +39,7 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     if store is None or watch is None:
         return make()
     key = f"autopar/agreed/{next(_numbers)}"
-    _compare([tuple(json.loads(said)) for said in exchange(name, f"{key}/of", json.dumps([name, fingerprint]))], name)
+    _compare([(called, digits) for called, digits in said_by_all(name, "autopar/agreed/of", [name, fingerprint])], name)
     if jax.process_index() != 0:
         return _received(_wait(store, watch, f"{key}/made", name, TOGETHER, SAME_ROWS), name)
     try:
@@ -47,14 +47,15 @@ def agree(name: str, fingerprint: str, make: Callable[[], bytes]) -> bytes:
     except Exception as error:  # whatever it is, the others must hear of it: they wait
         store.set(f"{key}/made", f"failed {type(error).__name__}: {error}")
         raise
-    store.set(f"{key}/made", "made " + base64.b64encode(zlib.compress(made)).decode())
+    store.set(f"{key}/made", f"made {_packed(made)}")
     return made
 
 
-def exchange(name: str, key: str, text: str, *, together: str = TOGETHER, hint: str = SAME_ROWS) -> list[str]:
-    """What each process has to say, in all processes, by their numbers. `key` is used once, and the same in all.
+def said_by_all(name: str, subject: str, said: Any, *, together: str = TOGETHER, hint: str = SAME_ROWS) -> list[Any]:
+    """What each process says of a subject, as JSON has it, in all processes, by their numbers.
 
-    `together` and `hint` are those of the error where another process does not come: what all have to do.
+    All processes come to a subject equally often; what was said before is forgotten. `together` and `hint` are those of
+    the error where another process does not come: what all have to do.
 
     Raises: ProcessMismatchError where another process goes on without it, ProcessLostError, UnsupportedError where the
     processes share no store.
@@ -67,20 +68,15 @@ def exchange(name: str, key: str, text: str, *, together: str = TOGETHER, hint: 
             got="no coordination service",
             hint="call jax.distributed.initialize at the start of the program, in all processes",
         )
-    watch.begin_meeting(name, key)
-    store.set(f"{key}/{jax.process_index()}", text)
-    return [_wait(store, watch, f"{key}/{p}", name, together, hint) for p in range(jax.process_count())]
-
-
-def exchange_in_turn(name: str, subject: str, text: str, *, together: str, hint: str) -> list[str]:
-    """As `exchange`, of a subject that all processes come to equally often; what was said before is forgotten."""
-    number = _turns[subject]
+    number, here = _turns[subject], jax.process_index()
     _turns[subject] += 1
-    said = exchange(name, f"{subject}/{number}", text, together=together, hint=hint)
-    store = jax_distributed.shared_store()
-    if store is not None and number > 0:  # all that have answered now have read what was said before
-        store.delete(f"{subject}/{number - 1}/{jax.process_index()}")
-    return said
+    key = f"{subject}/{number}"
+    watch.begin_meeting(name, key)
+    store.set(f"{key}/{here}", _packed(json.dumps(said).encode()))
+    texts = [_wait(store, watch, f"{key}/{p}", name, together, hint) for p in range(jax.process_count())]
+    if number > 0:  # all that have answered now have read what was said before
+        store.delete(f"{subject}/{number - 1}/{here}")
+    return [json.loads(_unpacked(text)) for text in texts]
 
 
 def meet(name: str) -> None:
@@ -88,10 +84,7 @@ def meet(name: str) -> None:
 
     Raises: ProcessLostError, ProcessMismatchError.
     """
-    store, number = jax_distributed.shared_store(), next(_meetings)
-    exchange(name, f"autopar/met/{number}", "")
-    if store is not None and number > 0:  # all that have met now have read what was said before
-        store.delete(f"autopar/met/{number - 1}/{jax.process_index()}")
+    said_by_all(name, "autopar/met", None)
 
 
 def _compare(said: Sequence[tuple[str, str]], name: str) -> None:
@@ -128,4 +121,12 @@ def _received(text: str, name: str) -> bytes:
         raise AutoparError(
             where=name, expected="a plan from process 0", got=rest, hint="process 0 has raised this: see its log"
         )
-    return zlib.decompress(base64.b64decode(rest))
+    return _unpacked(rest)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))

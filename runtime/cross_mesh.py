@@ -132,7 +132,7 @@ def regrid(
         sender, sent = min(holders[piece], key=lambda holder: (not near(holder[0], device), sends[holder[0]]))
         sends[sender] += 1
         hops.append(Hop(sender=sender, sent=sent, receiver=device, taken=part))
-    return Regridding(cuts=cuts, joins=joins, rounds=_rounds(hops))
+    return Regridding(cuts=cuts, joins=joins, rounds=hops_in_rounds(hops))
 
 
 def _places(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
@@ -158,7 +158,7 @@ def _fine_pieces(layout: Layout, mesh: LogicalMesh, cuts: tuple[int, ...]) -> li
     ]
 
 
-def _rounds(hops: list[Hop]) -> tuple[tuple[Hop, ...], ...]:
+def hops_in_rounds(hops: Sequence[Hop]) -> tuple[tuple[Hop, ...], ...]:
     """The fewest possible rounds: an edge colouring of a bipartite graph (König: as many colours as the largest
     degree).
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from autopar.runtime.program import Free, Instruction, Joined, Program, Run
-from autopar.runtime.transfers import Crossing, Route, crosser, sender
+from autopar.runtime.transfers import Crossing, crosser
 
 # In flight on a set of devices: those that were handed out last, and at most as many before them of which it is not
 # known whether they have ended. Less than half of what XLA's CPU client takes: the devices may run the programs of
@@ -109,7 +109,6 @@ def drain() -> None:
             in_flight.drain()
 
 
-Way = Route | Crossing
 Action = Callable[[list[Any]], None]
 
 
@@ -117,16 +116,15 @@ class Executor:
     """A program with what its tasks and transfers stand for. Calling it runs one step.
 
     `executables[i]` runs task i on flat arrays, None where its devices are of other processes; behind those of all
-    tasks stands one for each `Joined`. `routes[i]` is the way of transfer i, a `Crossing` where devices of other
-    processes are at an end. `in_flight[i]` counts the programs on
-    the devices of task i, where they are limited.
+    tasks stands one for each `Joined`. `routes[i]` is the way of transfer i. `in_flight[i]` counts the programs on the
+    devices of task i, where they are limited.
     """
 
     def __init__(
         self,
         program: Program,
         executables: Sequence[Callable[..., Any] | None],
-        routes: Sequence[Way],
+        routes: Sequence[Crossing],
         in_flight: Sequence[InFlight | None] = (),
     ) -> None:
         self.program = program
@@ -149,7 +147,7 @@ class Executor:
 def action_of(
     instruction: Instruction,
     executables: Sequence[Callable[..., Any] | None],
-    routes: Sequence[Way],
+    routes: Sequence[Crossing],
     in_flight: Sequence[InFlight | None] = (),
 ) -> Action | None:
     """One instruction as a function on the slots, everything looked up that can be; None: nothing to do here."""
@@ -163,13 +161,8 @@ def action_of(
     if isinstance(instruction, Free):
         return _free(instruction.slots)
     ways = [routes[t] for t in instruction.transfers]
-    within = [way for way in ways if isinstance(way, Route)]
-    between = [way for way in ways if isinstance(way, Crossing)]
-    assert not within or not between, "a Send joins one pair of meshes"
-    if within:
-        return _send(within, instruction.sources, instruction.targets)
-    if any(way.concerns_this_process for way in between):
-        return _cross(between, instruction.sources, instruction.targets)
+    if any(way.concerns_this_process for way in ways):
+        return _cross(ways, instruction.sources, instruction.targets)
     return None
 
 
@@ -193,16 +186,6 @@ def _counted(action: Action, outputs: tuple[int, ...], in_flight: InFlight) -> A
             in_flight.add(slots[noted[0]])
 
     return counted
-
-
-def _send(routes: list[Route], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:
-    send = sender(routes)
-
-    def action(slots: list[Any]) -> None:
-        for slot, array in zip(targets, send([slots[i] for i in sources]), strict=True):
-            slots[slot] = array
-
-    return action
 
 
 def _cross(crossings: list[Crossing], sources: tuple[int, ...], targets: tuple[int, ...]) -> Action:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -40,6 +39,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import jax
+import msgspec
 
 from autopar.common import jax_distributed
 from autopar.common.jax_distributed import SharedStore
@@ -129,8 +129,7 @@ _DIFFERS = "has begun another step"
 RECENT = 8  # steps and meetings by which two processes are compared: one may be a few ahead
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sign:
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
     """What a process shows of itself. `joint` counts work of all together, `met` what is agreed upon before it.
 
     `ended` counts steps that the devices have done, `last_ended_s` is how long ago the last was, `longest_s` the
@@ -156,29 +155,11 @@ class Sign:
         return self.joint + self.met
 
     def text(self) -> str:
-        recent = ",".join(f"{number}:{digest:08x}" for number, digest in self.recent) or "-"
-        counts = f"{self.beats} {self.steps} {self.joint} {self.state} {self.met} {self.ended}"
-        seconds = f"{self.last_ended_s:.1f} {self.longest_s:.1f} {self.still_s:.1f}"
-        return f"{counts} {seconds} {recent} {self.name} {self.where}"
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def read(cls, text: str) -> Sign:
-        beats, steps, joint, state, met, ended, last_s, longest_s, still_s, recent, name, where = text.split(" ", 11)
-        pairs = [] if recent == "-" else [pair.split(":") for pair in recent.split(",")]
-        return cls(
-            beats=int(beats),
-            steps=int(steps),
-            joint=int(joint),
-            state=state,
-            met=int(met),
-            ended=int(ended),
-            last_ended_s=float(last_s),
-            longest_s=float(longest_s),
-            still_s=float(still_s),
-            recent=tuple((int(number), int(digest, 16)) for number, digest in pairs),
-            name=name,
-            where=where,
-        )
+        return msgspec.json.decode(text, type=cls)
 
 
 def stuck(signs: Mapping[int, Sign], stuck_after_s: float) -> tuple[int, str] | None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.common import jax_compat
-from autopar.ir.jax_sharding import named_sharding
+from autopar.ir.jax_sharding import dims_of, named_sharding
 from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.runtime.agreement import meet
 from autopar.runtime.cross_mesh import End, refined
@@ -250,10 +250,8 @@ def _whole_end(sharding: NamedSharding, shape: Sequence[int]) -> End:
     """As a sharding has it, as far as the shape divides."""
     mesh: Any = sharding.mesh
     number = {name: i for i, name in enumerate(mesh.axis_names)}
-    names = [(n,) if isinstance(n, str) else tuple(n or ()) for n in sharding.spec]
-    dims = [tuple(number[name] for name in group) for group in names]
     logical = LogicalMesh(axis_sizes=mesh.axis_sizes)
-    layout = Layout((*dims, *((),) * (len(shape) - len(dims))))
+    layout = Layout(tuple(tuple(number[name] for name in names or ()) for names in dims_of(sharding.spec, len(shape))))
     if not layout.fits(tuple(shape), logical):
         layout = Layout(((), *layout.dims[1:]))
     return End(layout=layout, logical=logical, mesh=mesh, sharding=named_sharding(layout, mesh))

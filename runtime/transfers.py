@@ -20,7 +20,8 @@ and is never sent: each process takes the parts that its devices need.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,100 +29,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.common import jax_compat
-from autopar.runtime.cross_mesh import End, Hop, Passage, Recut, cutter, joiner, passage, shard_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """One `device_put`: shards by (part, number of the device in its mesh), the shape they have one after the other,
-    the sharding under which they are named so on the source, and the one they are put to.
-    """
-
-    senders: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    named: NamedSharding
-    put_to: NamedSharding
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How one value crosses: made once, used in every step.
-
-    Attributes:
-        direct: Where the shards go one to one in order: the only thing to do is a `device_put` to this sharding.
-        passage: How it crosses else.
-        rounds: What is put.
-        arrived: For each part of the target, for each device: (round, shard in it).
-    """
-
-    direct: NamedSharding | None = None
-    passage: Passage | None = None
-    rounds: tuple[Round, ...] = ()
-    arrived: tuple[tuple[tuple[int, int], ...], ...] = ()
-
-
-def route(shape: Sequence[int], source: End, target: End) -> Route:
-    """The way of a value between any two layouts of it."""
-    way = passage(shape, source, target)
-    as_is = way.cut is None and way.joined is None
-    if as_is and source.logical == target.logical and source.layout == target.layout:
-        return Route(direct=target.sharding)
-    source_devices, target_devices = source.mesh.devices.ravel(), target.mesh.devices.ravel()
-    fine = way.fine_shape
-    place = {(h.taken, h.receiver): (r, i) for r, hops in enumerate(way.rounds) for i, h in enumerate(hops)}
-    return Route(
-        passage=way,
-        rounds=tuple(
-            Round(
-                senders=tuple((h.sent, h.sender) for h in hops),
-                shape=(fine[0] * len(hops), *fine[1:]) if fine else (),
-                named=row(source_devices[[h.sender for h in hops]], fine),
-                put_to=row(target_devices[[h.receiver for h in hops]], fine),
-            )
-            for hops in way.rounds
-        ),
-        arrived=tuple(
-            tuple(place[part, device] for device in range(len(target_devices))) for part in range(way.num_parts)
-        ),
-    )
-
-
-def sender(routes: Sequence[Route]) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function that sends arrays on their routes, all in one put. It returns at once."""
-    if all(r.direct is not None for r in routes):
-        return jax_compat.shard_putter([r.direct for r in routes])
-    cut_shards = cutter(tuple(r.passage.cut if r.passage else None for r in routes))
-    join = joiner(tuple(r.passage.joined if r.passage else None for r in routes))
-    put_shards = jax_compat.shard_putter(
-        [s for r in routes for s in ([x.put_to for x in r.rounds] if r.passage else [r.direct])]
-    )
-
-    def send_all(arrays: Sequence[Any]) -> list[Any]:
-        named: list[Any] = []
-        for r, parts in zip(routes, cut_shards(arrays), strict=True):
-            named += [_sent(x, parts) for x in r.rounds] if r.passage else parts
-        arrived = iter(put_shards(named))
-        return join([_parts_of_rounds(r, r.passage, arrived) if r.passage else [next(arrived)] for r in routes])
-
-    return send_all
-
-
-def _sent(x: Round, parts: Sequence[Any], *, as_numbers: bool = False) -> Any:
-    """The array that one put sends; of random keys their numbers, where they are wanted so."""
-    shards = [shard_of(parts[part], i) for part, i in x.senders]
-    if as_numbers:
-        shards = [jax.random.key_data(shard) for shard in shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.named, shards)
-
-
-def _parts_of_rounds(r: Route, way: Passage, arrived: Iterator[Any]) -> list[Any]:
-    """The arrays over the target's mesh, from the rounds."""
-    rounds = [next(arrived) for _ in r.rounds]
-    parts = []
-    for places in r.arrived:
-        shards = [shard_of(rounds[number], i) for number, i in places]
-        parts.append(jax.make_array_from_single_device_arrays(way.part_shape, way.part_sharding, shards))
-    return parts
+from autopar.runtime.cross_mesh import End, Hop, Recut, cutter, hops_in_rounds, joiner, passage, shard_of
 
 
 def row(devices: np.ndarray, shard_shape: Sequence[int]) -> NamedSharding:
@@ -131,14 +39,23 @@ def row(devices: np.ndarray, shard_shape: Sequence[int]) -> NamedSharding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Leg(Round):
-    """One put: shards of one process to as many devices of one process. Without senders where another process sends.
+class Leg:
+    """One put: shards of one process to as many devices of one process.
 
     Attributes:
+        senders: (part, number of the device among those of its mesh in this process) of each shard; none where another
+            process sends.
+        shape: The shape that the shards have one after the other.
+        named: The sharding under which they are named so on the source.
+        put_to: The sharding that they are put to.
         absent: The placeholder for the sent array in a process that holds no part of it.
-        devices: The numbers of all devices that send or receive.
+        devices: Between processes the numbers of all devices that send or receive; none within one.
     """
 
+    senders: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    named: NamedSharding
+    put_to: NamedSharding
     absent: Any | None
     devices: tuple[int, ...]
 
@@ -148,10 +65,12 @@ class Crossing:
     """The transfer of one value, as far as it concerns this process: created once, used in every step.
 
     Attributes:
-        shape: The shape of the whole value.
+        shape: The shape of the whole value, or of each part of it that arrives.
         dtype: Its type; random keys are transferred as their raw numbers.
-        legs: The legs of this process, in the order that all processes keep.
         target: The sharding of the result.
+        is_direct: Whether the shards go one to one in order within this process: all there is to do is to put the value
+            to the target.
+        legs: The legs of this process, in the order that all processes keep.
         joined: For each part that arrives, for each device of the target in this process (number of the leg, shard in
             it); None: there is no such device.
         cut: The operation on the source before the transfer, None: nothing. `is_sent`: whether this process has a
@@ -161,16 +80,17 @@ class Crossing:
 
     shape: tuple[int, ...]
     dtype: Any
-    legs: tuple[Leg, ...]
     target: NamedSharding
-    joined: tuple[tuple[tuple[int, int], ...], ...] | None
-    is_sent: bool
+    is_direct: bool = False
+    legs: tuple[Leg, ...] = ()
+    joined: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    is_sent: bool = True
     cut: Recut | None = None
     join: Recut | None = None
 
     @property
     def concerns_this_process(self) -> bool:
-        return bool(self.legs) or self.joined is not None or (self.is_sent and self.cut is not None)
+        return bool(self.is_direct or self.legs or self.joined is not None or (self.is_sent and self.cut is not None))
 
 
 def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Crossing:
@@ -185,10 +105,14 @@ def crossing(shape: Sequence[int], dtype: Any, source: End, target: End) -> Cros
         return source_devices[sender].process_index == target_devices[receiver].process_index
 
     way = passage(shape, source, target, near)
-    hops = sorted((h for hops in way.rounds for h in hops), key=lambda h: (h.receiver, h.taken))
+    is_local = {d.process_index for d in (*source_devices, *target_devices)} == {jax.process_index()}
+    same_shards = source.logical == target.logical and source.layout == target.layout
+    if is_local and same_shards and way.cut is None and way.joined is None:
+        return Crossing(shape=tuple(shape), dtype=dtype, target=target.sharding, is_direct=True)
     crossed = _crossing(
-        way.part_shape, way.fine_shape, dtype, source_devices, target_devices, hops, way.part_sharding, way.num_parts
-    )
+        way.part_shape, way.fine_shape, dtype, source_devices, target_devices, way.rounds, way.part_sharding,
+        way.num_parts,
+    )  # fmt: skip
     return dataclasses.replace(crossed, cut=way.cut, join=way.joined)
 
 
@@ -201,9 +125,9 @@ def to_all_processes(shape: Sequence[int], dtype: Any, source: NamedSharding) ->
     target_devices = [first[process] for process in sorted(first)]
     mesh = Mesh(np.array(target_devices), ("process",), axis_types=(AxisType.Auto,))
     nearest = [source_devices.index(d) if d in source_devices else 0 for d in target_devices]
-    hops = [Hop(sender=s, sent=0, receiver=i, taken=0) for i, s in enumerate(nearest)]
+    rounds = hops_in_rounds([Hop(sender=s, sent=0, receiver=i, taken=0) for i, s in enumerate(nearest)])
     target = NamedSharding(mesh, PartitionSpec())
-    return _crossing(shape, shape, dtype, source_devices, target_devices, hops, target, 1)
+    return _crossing(shape, shape, dtype, source_devices, target_devices, rounds, target, 1)
 
 
 def _crossing(
@@ -212,19 +136,17 @@ def _crossing(
     dtype: Any,
     source_devices: Sequence[Any],
     target_devices: Sequence[Any],
-    hops: Sequence[Hop],
+    rounds: Sequence[Sequence[Hop]],
     target: NamedSharding,
     num_parts: int,
 ) -> Crossing:
     """`shape` and `target` are those of the `num_parts` arrays that arrive, `fine_shape` that of each shard sent."""
     process = jax.process_index()
     groups: dict[tuple[int, int, int], list[Hop]] = {}
-    for hop in hops:
-        between = source_devices[hop.sender].process_index, target_devices[hop.receiver].process_index
-        round_ = 0  # a device has one shard of an array: what it sends or takes a second time is another put
-        while any(h.sender == hop.sender or h.receiver == hop.receiver for h in groups.get((*between, round_), ())):
-            round_ += 1
-        groups.setdefault((*between, round_), []).append(hop)
+    for number, hops in enumerate(rounds):
+        for hop in hops:
+            between = source_devices[hop.sender].process_index, target_devices[hop.receiver].process_index
+            groups.setdefault((*between, number), []).append(hop)
     raw_dtype, trailing = jax_compat.raw_key(dtype) if jax_compat.is_key_dtype(dtype) else (dtype, ())
     shard_shape = (*fine_shape, *trailing)
     local_sources = [i for i, d in enumerate(source_devices) if d.process_index == process]
@@ -246,7 +168,7 @@ def _crossing(
                 shape=stacked,
                 named=named,
                 put_to=put_to,
-                devices=tuple(d.id for s in (named, put_to) for d in s.mesh.devices.flat),
+                devices=tuple(d.id for s in (named, put_to) for d in s.mesh.devices.flat) if sends != receives else (),
             )
         )
     local = [i for i, d in enumerate(target_devices) if d.process_index == process]
@@ -260,47 +182,61 @@ def _crossing(
     )
 
 
-def cross(crossings: Sequence[Crossing], arrays: Sequence[Any]) -> list[Any]:
-    """`crosser` for once."""
-    return crosser(crossings)(arrays)
-
-
 def crosser(
     crossings: Sequence[Crossing], has_arrived: Callable[[list[Any]], None] | None = None
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """A function from arrays to the same arrays on their targets; None where this process has no device of the target.
+    It returns at once.
 
-    `has_arrived` is called with the transferred arrays before they are joined.
+    `has_arrived` is called with the transferred arrays before they are joined. `arrays[i]` is not read where this
+    process has no device of its mesh.
 
-    There is one call of JAX for each pair of groups of devices: within one call over several groups, JAX sends in an
-    order that differs between processes. `arrays[i]` is not read where this process has no device of its mesh.
+    Within one process all is put in one call. Between processes there is one call for each pair of groups of devices:
+    within one call over several groups, JAX sends in an order that differs between processes.
     """
+    if all(c.is_direct for c in crossings) and has_arrived is None:
+        return jax_compat.shard_putter([c.target for c in crossings])
     calls: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for i, c in enumerate(crossings):
-        for n, leg in enumerate(c.legs):
-            calls.setdefault(leg.devices, []).append((i, n))
+        for n, leg in enumerate(c.legs or [None] * c.is_direct):
+            calls.setdefault(leg.devices if leg is not None else (), []).append((i, n))
+
+    def putter(devices: tuple[int, ...], places: Sequence[tuple[int, int]]) -> Callable[[Sequence[Any]], list[Any]]:
+        targets = [crossings[i].target if crossings[i].is_direct else crossings[i].legs[n].put_to for i, n in places]
+        return functools.partial(jax.device_put, device=targets) if devices else jax_compat.shard_putter(targets)
+
+    puts = [(places, putter(devices, places)) for devices, places in calls.items()]
     cut_shards = cutter(tuple(c.cut if c.is_sent else None for c in crossings))
     join = joiner(tuple(c.join if c.joined is not None else None for c in crossings))
 
     def cross_all(arrays: Sequence[Any]) -> list[Any]:
         parts = cut_shards(arrays)
         arrived: dict[tuple[int, int], Any] = {}
-        for places in calls.values():
-            legs = [(crossings[i], crossings[i].legs[n], parts[i]) for i, n in places]
-            sources = [
-                _sent(leg, cut, as_numbers=jax_compat.is_key_dtype(c.dtype)) if leg.absent is None else leg.absent
-                for c, leg, cut in legs
-            ]
-            arrived |= zip(places, jax.device_put(sources, [leg.put_to for _, leg, _ in legs]), strict=True)
+        for places, put in puts:
+            sources = [parts[i][0] if crossings[i].is_direct else _sent(crossings[i], n, parts[i]) for i, n in places]
+            arrived |= zip(places, put(sources), strict=True)
         if has_arrived is not None:
             has_arrived(list(arrived.values()))
-        return join([_parts_of_legs(c, i, arrived) for i, c in enumerate(crossings)])
+        return join([_parts_that_arrived(c, i, arrived) for i, c in enumerate(crossings)])
 
     return cross_all
 
 
-def _parts_of_legs(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:
+def _sent(c: Crossing, number: int, parts: Sequence[Any]) -> Any:
+    """The array that a leg puts; of random keys their numbers."""
+    leg = c.legs[number]
+    if leg.absent is not None:
+        return leg.absent
+    shards = [shard_of(parts[part], i) for part, i in leg.senders]
+    if jax_compat.is_key_dtype(c.dtype):
+        shards = [jax.random.key_data(shard) for shard in shards]
+    return jax.make_array_from_single_device_arrays(leg.shape, leg.named, shards)
+
+
+def _parts_that_arrived(c: Crossing, number: int, arrived: dict[tuple[int, int], Any]) -> list[Any]:
     """The arrays over the target's mesh, from the legs; None where this process has no device of it."""
+    if c.is_direct:
+        return [arrived[number, 0]]
     parts: list[Any] = []
     for places in c.joined or ():
         shards = [shard_of(arrived[number, leg], n) for leg, n in places]

@@ -37,7 +37,7 @@ from autopar.attention.form import (
 )
 from autopar.attention.ring_order import Positions
 from autopar.common import jax_compat, jax_local
-from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.graph import Factor, FactorKind, NamedDims, Rule
 from autopar.ir.primitives import ATTENTION_PASSES
 
 # Queries of a block: enough that products are large, few enough that the scores of a block are a small part of all.
@@ -406,31 +406,17 @@ def rule_of(eqn: Any) -> Rule:
     """
     form, sizes, is_ring = eqn.params["form"], sizes_of(eqn), goes_round(eqn)
     apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
-    numbers: dict[str, int] = {}
-    factors: list[Factor] = []
-
-    def factor(name: str, size: int, kind: FactorKind) -> tuple[int, ...]:
-        if size == 1:
-            return ()
-        if name not in numbers:
-            numbers[name] = len(factors)
-            factors.append(Factor(size, kind))
-        return (numbers[name],)
-
-    def dims(names: str, is_mask: bool) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for letter in names:
-            if is_ring and (letter == form.position or (letter == KEY and not is_mask)):
-                out.append(factor(form.position, sizes[letter], FactorKind.RING))
-            elif letter in apart:
-                out.append(factor(letter, sizes[letter], FactorKind.PASS))
-            else:
-                size = 1 if letter == NONE else sizes[letter]
-                out.append(factor(letter, size, FactorKind.FIXED))
-        return tuple(out)
-
     operands, results = letters(form, eqn.params["gradients"])
     first_mask = len(operands) - len(form.arrays)
-    described = tuple(dims(names, i >= first_mask) for i, names in enumerate(operands))
-    made = tuple(dims(names, False) for names in results)
-    return Rule(tuple(factors), described, made)
+
+    def factor_of(letter: str, size: int) -> Factor:
+        if is_ring and letter == form.position:
+            return Factor(size, FactorKind.RING)
+        return Factor(size, FactorKind.PASS if letter in apart else FactorKind.FIXED)
+
+    def named(arrays: Sequence[str], first_mask: int) -> NamedDims:
+        for i, array in enumerate(arrays):
+            names = [form.position if is_ring and x == KEY and i < first_mask else x for x in array]
+            yield [(x,) if x != NONE else () for x in names], [1 if x == NONE else sizes[x] for x in array]
+
+    return Rule.by_names(named(operands, first_mask), named(results, len(results)), factor_of)

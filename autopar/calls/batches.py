@@ -17,13 +17,13 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -37,7 +37,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import abstract, flatten_arguments
 from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
-from autopar.runtime.agreement import exchange
+from autopar.runtime.agreement import said_by_all
 from autopar.runtime.process_rows import ProcessRows, place, place_rows
 from autopar.runtime.transfers import aval_of, is_whole
 
@@ -76,15 +76,6 @@ class PassedBatch:
     batch: tuple[Leaf, ...]
     others: tuple[tuple[str, str], ...] = ()
     step: str = ""
-
-    def encode(self) -> str:
-        return json.dumps([self.requested, [dataclasses.astuple(leaf) for leaf in self.batch], self.others, self.step])
-
-    @classmethod
-    def decode(cls, text: str) -> PassedBatch:
-        requested, batch, others, step = json.loads(text)
-        leaves = tuple(Leaf(path, glob, tuple(shape), dtype, hash_) for path, glob, shape, dtype, hash_ in batch)
-        return cls(requested, leaves, tuple((path, hash_) for path, hash_ in others), step)
 
     def num_rows(self) -> int | None:
         """The leading size that most leaves of this process share; None where no leaf has one."""
@@ -298,7 +289,6 @@ class ProcessBatches:
         self._name, self._requested = name, requested
         self._number: int | None = None
         self._decisions: dict[Any, tuple[BatchDecision, int]] = {}
-        self._exchanges: collections.Counter[str] = collections.Counter()
         self._mode: str | None = None
         self._others_are_checked = False
 
@@ -382,10 +372,9 @@ class ProcessBatches:
     def _decide_again(self, entry: str, own_batch: PassedBatch, planned: Sequence[Sequence[Shape]]) -> BatchDecision:
         if self._number is None:
             self._number = next(self._numbers)
-        key = f"autopar/batches/{self._number}/{entry}/{self._exchanges[entry]}"
-        self._exchanges[entry] += 1
-        passed = exchange(self._name, key, dataclasses.replace(own_batch, step=self._name).encode())
-        decision = decide(self._name, [PassedBatch.decode(text) for text in passed], planned, self._mode)
+        said = msgspec.to_builtins(dataclasses.replace(own_batch, step=self._name))
+        passed = said_by_all(self._name, f"autopar/batches/{self._number}/{entry}", said)
+        decision = decide(self._name, msgspec.convert(passed, list[PassedBatch]), planned, self._mode)
         if decision.by_data and jax.process_index() == 0:
             rows = next(counts for counts in decision.counts if counts is not None)
             logger.warning(

@@ -135,10 +135,10 @@ class _NonFiniteSearch:
         if name == "cond":
             branch = params["branches"][int(operands[0])]
             return self.first(jax_compat.open_jaxpr(branch), _with_consts(branch, operands[1:]), stack)
-        key = "jaxpr" if name in jax_compat.REMAT_CALLS else jax_compat.INLINED_CALLS.get(name)
-        if key is None or key not in params:
+        called = jax_compat.called_jaxpr(eqn)
+        if called is None:
             return None
-        return self.first(jax_compat.open_jaxpr(params[key]), _with_consts(params[key], operands), stack)
+        return self.first(jax_compat.open_jaxpr(called), _with_consts(called, operands), stack)
 
     def _inside_scan(self, params: Any, operands: Sequence[Any], stack: str) -> tuple[Any, str, str] | None:
         num_consts, num_carry = jax_compat.scan_counts(params)

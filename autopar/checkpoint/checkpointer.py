@@ -63,7 +63,7 @@ from autopar.errors import (
 )
 from autopar.executables.step_leaves import with_process_lost_errors
 from autopar.plan.plan import Plan, encode
-from autopar.runtime.agreement import exchange_in_turn
+from autopar.runtime.agreement import said_by_all
 
 # One run writes to a folder: `.writer-N` in it says which, and shows signs of life.
 #
@@ -381,17 +381,15 @@ def together(call: str, folder: Path, answer: Any) -> list[Any]:
     """
     if shared_store() is None or jax.process_count() == 1:
         return [answer]
-    own = json.dumps([call, str(folder), answer])
     said = with_process_lost_errors(
-        lambda: exchange_in_turn(
-            f"Checkpointer, {call}", "autopar/checkpoint", own,
+        lambda: said_by_all(
+            f"Checkpointer, {call}", "autopar/checkpoint", [call, str(folder), answer],
             together=f"all processes to call {call}",
             hint="call save, restore and restore_or in every process, after the same steps: each has a part of it",
         )
     )  # fmt: skip
-    passed = [json.loads(text) for text in said]
-    compare([(call, folder) for call, folder, _ in passed], jax.process_index())
-    return [answer for _, _, answer in passed]
+    compare([(call, folder) for call, folder, _ in said], jax.process_index())
+    return [answer for _, _, answer in said]
 
 
 def compare(said: Sequence[tuple[str, str]], process: int) -> None:

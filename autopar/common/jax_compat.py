@@ -61,6 +61,16 @@ REMAT_CALLS = frozenset({"remat", "remat2", "checkpoint"})
 OPAQUE_CALLS = frozenset({"xla_pmap"})
 
 
+def called_jaxpr(eqn: Any) -> Any | None:
+    """The jaxpr that a call equation (jit, custom_vjp, checkpoint, ...) calls; None for other equations."""
+    name = eqn.primitive.name
+    if name not in INLINED_CALLS and name not in REMAT_CALLS:
+        return None
+    names = [k for k in (INLINED_CALLS.get(name), "jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
+    assert names, f"{name} holds no jaxpr under a known name: {sorted(eqn.params)}"
+    return eqn.params[names[0]]
+
+
 def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr inside a closed one (one class since jax 0.11)."""
     return getattr(jaxpr, "jaxpr", jaxpr)

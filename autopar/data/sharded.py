@@ -9,7 +9,6 @@ import functools
 import hashlib
 import importlib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from autopar.data.sources import NumberedExamples, StreamExamples, check_not_batched, is_stream, numbered, stacked
 from autopar.errors import InvalidArgumentError, ProcessMismatchError, expect_one_of, expect_step
 from autopar.executables.step_leaves import put, with_process_lost_errors
-from autopar.runtime.agreement import exchange_in_turn
+from autopar.runtime.agreement import said_by_all
 from autopar.runtime.transfers import absent, aval_of, is_here
 
 # The library that reads data, imported where it is needed: `import autopar` does without.
@@ -274,15 +273,14 @@ def check_alike(reader: NumberedReader | StreamReader, options: Mapping[str, Any
     """Every process calls it before its first batch. Raises: ProcessMismatchError, in all alike; ProcessLostError."""
     if jax.process_count() == 1:
         return
-    own = json.dumps({**options, **seen_of(reader)})
     said = with_process_lost_errors(
-        lambda: exchange_in_turn(
-            "autopar.data.shard", "autopar/data", own,
+        lambda: said_by_all(
+            "autopar.data.shard", "autopar/data", {**options, **seen_of(reader)},
             together="all processes to take the first batch of their data together",
             hint="make the same data in every process, and take its batches in all of them, in the same order",
         )
     )  # fmt: skip
-    compare([json.loads(text) for text in said], jax.process_index())
+    compare(said, jax.process_index())
 
 
 def seen_of(reader: NumberedReader | StreamReader) -> dict[str, str | None]:

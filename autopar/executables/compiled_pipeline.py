@@ -39,9 +39,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.schema import PlannedValue
 from autopar.plan.summary import num_stages
 from autopar.runtime.cross_mesh import End
-from autopar.runtime.execute import Executor, Way, in_flight_on
+from autopar.runtime.execute import Executor, in_flight_on
 from autopar.runtime.program import Dataflow, Joined, Program, dataflow, work_of
-from autopar.runtime.transfers import crossing, is_here, route
+from autopar.runtime.transfers import Crossing, crossing, is_here
 from autopar.runtime.verify import verify_program
 from autopar.sharding.rules import RuleBook
 
@@ -582,9 +582,9 @@ def stage_meshes(plan: Plan) -> list[Mesh]:
     return [submesh(*plan.stage_mesh(stage)) for stage in range(num_stages(plan.record))]
 
 
-def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
+def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Crossing]:
     """The route of each transfer between the meshes of stages."""
-    program, process = staged.staged, jax.process_index()
+    program = staged.staged
 
     def aval(buffer: int) -> jax.ShapeDtypeStruct:
         value = staged.stages[program.stage_of[buffer]].stage.graph.values[program.key_of[buffer][0]]
@@ -595,11 +595,9 @@ def routes(staged: StagedStep, meshes: Sequence[Mesh]) -> list[Way]:
         mesh = meshes[program.stage_of[buffer]]
         return End(layout=layout_of(key), logical=lowered.mesh, mesh=mesh, sharding=sharding_of(key, mesh))
 
-    def way(source: int, target: int) -> Way:
-        value, ends = aval(source), (end(source), end(target))
-        if all(d.process_index == process for e in ends for d in e.mesh.devices.flat):
-            return route(value.shape, *ends)
-        return crossing(value.shape, value.dtype, *ends)
+    def way(source: int, target: int) -> Crossing:
+        value = aval(source)
+        return crossing(value.shape, value.dtype, end(source), end(target))
 
     return [way(t.source, t.target) for t in program.pipeline.transfers]
 

@@ -29,7 +29,7 @@ from autopar.plan.plan import Plan, shardings_in
 from autopar.runtime.execute import turn
 from autopar.runtime.heartbeat import the_watch
 from autopar.runtime.process_rows import move, place
-from autopar.runtime.transfers import absent, aval_of, cross, from_whole, is_here, to_all_processes
+from autopar.runtime.transfers import absent, aval_of, crosser, from_whole, is_here, to_all_processes
 
 # Results that are not state go to all processes where they are not larger: losses and other metrics.
 SHARED_BYTES = 65536
@@ -52,7 +52,7 @@ class GlobalStep:
         self._name, self._fingerprint = traced.name, _fingerprint(traced)
         state = set(traced.tied.values())
         everybody = set(range(jax.process_count()))
-        self._absent, self._shared = [], []
+        self._absent, self._shared, crossings = [], [], []
         for position, (aval, sharding) in enumerate(zip(traced.out_avals, result_shardings, strict=True)):
             if sharding is None:
                 continue
@@ -62,10 +62,11 @@ class GlobalStep:
             small = aval.size * jax_compat.itemsize(aval) <= SHARED_BYTES
             if position not in state and small and processes != everybody:
                 everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-                crossing = to_all_processes(aval.shape, aval.dtype, everywhere)
-                self._shared.append((position, everywhere, crossing))
+                self._shared.append((position, everywhere))
+                crossings.append(to_all_processes(aval.shape, aval.dtype, everywhere))
+        self._cross = crosser(crossings)
         here = [i for i, s in enumerate(result_shardings) if s is not None and is_here(s)]
-        here += [position for position, _, _ in self._shared]
+        here += [position for position, _ in self._shared]
         # Kept until it is there: one that no later step takes away, if there is one, and a small one.
         self._awaited = min(here, key=lambda i: (i in state, traced.out_avals[i].size, i), default=None)
 
@@ -91,9 +92,8 @@ class GlobalStep:
         for position, array in self._absent:
             out[position] = array
         if self._shared:
-            replicated = [move(out[position], everywhere) for position, everywhere, _ in self._shared]
-            readable = cross([crossing for _, _, crossing in self._shared], replicated)
-            for (position, _, _), array in zip(self._shared, readable, strict=True):
+            readable = self._cross([move(out[position], everywhere) for position, everywhere in self._shared])
+            for (position, _), array in zip(self._shared, readable, strict=True):
                 out[position] = array
         self.await_end(out)
         return out

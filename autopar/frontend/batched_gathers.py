@@ -62,7 +62,7 @@ def known_in(inner: Any, known: Known) -> Known:
     """What is known of the variables of an open jaxpr, of what is known of its arguments."""
     found = dict(known)
     for eqn in inner.eqns:
-        if _is_called_once(eqn) or eqn.primitive.name == "scan":
+        if jax_compat.called_jaxpr(eqn) is not None or eqn.primitive.name == "scan":
             for jaxpr in map(jax_compat.open_jaxpr, jax_compat.jaxprs_in(eqn)):
                 if len(jaxpr.outvars) == len(eqn.outvars):
                     found |= _of_results(eqn, jaxpr, known_in(jaxpr, handed_on(eqn, jaxpr, found)))
@@ -82,13 +82,9 @@ def handed_on(eqn: Any, jaxpr: Any, known: Known) -> Known:
         fixed, carried = jax_compat.scan_counts(eqn.params)
         slices = [_moved(fact, -1) for fact in facts[fixed + carried :]]
         facts = [*facts[:fixed], *[None] * carried, *slices]
-    elif not _is_called_once(eqn):
+    elif jax_compat.called_jaxpr(eqn) is None:
         return {}
     return {v: fact for v, fact in zip(invars, facts, strict=True) if fact is not None}
-
-
-def _is_called_once(eqn: Any) -> bool:
-    return eqn.primitive.name in jax_compat.INLINED_CALLS or eqn.primitive.name in jax_compat.REMAT_CALLS
 
 
 def _of_results(eqn: Any, jaxpr: Any, inside: Known) -> Known:

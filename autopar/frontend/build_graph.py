@@ -436,15 +436,10 @@ class _Builder:
 
 
 def called_jaxpr(eqn: Any) -> Any | None:
-    """The jaxpr that a call equation (jit, custom_vjp, ...) calls; None for other equations."""
-    if eqn.primitive.name in jax_compat.REMAT_CALLS:
-        return None if eqn.params["differentiated"] and eqn.params["prevent_cse"] else eqn.params["jaxpr"]
-    if eqn.primitive.name not in jax_compat.INLINED_CALLS:
+    """The jaxpr of a call that is inlined; None for other equations, and where values are computed again behind it."""
+    if eqn.primitive.name in jax_compat.REMAT_CALLS and eqn.params["differentiated"] and eqn.params["prevent_cse"]:
         return None
-    preferred = jax_compat.INLINED_CALLS[eqn.primitive.name]
-    names = [k for k in (preferred, "jaxpr", "call_jaxpr", "fun_jaxpr") if k is not None and k in eqn.params]
-    assert names, f"{eqn.primitive.name} holds no jaxpr under a known name: {sorted(eqn.params)}"
-    return eqn.params[names[0]]
+    return jax_compat.called_jaxpr(eqn)
 
 
 def _solving(eqn: Any, inputs: Sequence[Atom]) -> tuple[Any, list[Atom]]:

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
 from autopar.kernels import islands
 
@@ -199,14 +200,9 @@ class _PlacementRemover:
             return
         if place.name != _PLACING["sharding_constraint"] and not any(sharding.spec):
             return  # what jax reshards by itself
-        entries = (*sharding.spec, *(None,) * (len(atom.aval.shape) - len(sharding.spec)))
-        dims: list[tuple[str, ...] | None] = []
-        for entry in entries:
-            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-            dims.append(None if axes is PartitionSpec.UNCONSTRAINED else tuple(axes))
         layout = WrittenLayout(
             place=place,
-            dims=tuple(dims),
+            dims=dims_of(sharding.spec, len(atom.aval.shape)),
             axis_sizes=tuple((str(axis), int(n)) for axis, n in sharding.mesh.shape.items()),
             number=self._num_eqns,
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
@@ -94,13 +94,4 @@ def named_sharding(sharding: Any) -> NamedSharding | None:
         expected="a jax.sharding.NamedSharding, over a mesh whose axes have names",
         got=f"{type(sharding).__name__} ({sharding!r:.60})",
         hint="write it as NamedSharding(mesh, P(...))",
-    )
-
-
-def dims_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The axes of each of so many dimensions; None leaves one open."""
-    entries = (*spec, *(None,) * (rank - len(spec)))
-    return tuple(
-        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
-        for e in entries
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -159,6 +159,40 @@ class Rule(msgspec.Struct, frozen=True, gc=False):
             for d, factors in enumerate(dims):
                 if factors:
                     yield atom, d, factors
+
+    @classmethod
+    def by_names(cls, operands: NamedDims, results: NamedDims, factor_of: Callable[[Any, int], Factor]) -> Rule:
+        """The rule of arrays whose dimensions are written as names of factors, which are numbered as they come.
+
+        `factor_of`: of a name, and of the size of the dimension that has it first. What is left of a dimension behind
+        its factors is a factor of its own, which may not be split.
+        """
+        numbers: dict[Any, int] = {}
+        factors: list[Factor] = []
+
+        def row(names: Iterable[Any], size: int) -> Iterator[int]:
+            for name in names:
+                factor = factors[numbers[name]] if name in numbers else factor_of(name, size)
+                if factor.size == 1:
+                    continue
+                if name not in numbers:
+                    numbers[name] = len(factors)
+                    factors.append(factor)
+                yield numbers[name]
+                size = size // factor.size if factor.size else 1
+            if size != 1:
+                factors.append(Factor(size, FactorKind.FIXED))
+                yield len(factors) - 1
+
+        def dims(arrays: NamedDims) -> tuple[tuple[tuple[int, ...], ...], ...]:
+            return tuple([tuple([tuple(row(*dim)) for dim in zip(*array, strict=True)]) for array in arrays])
+
+        read, made = dims(operands), dims(results)
+        return cls(tuple(factors), read, made)
+
+
+# Of each array (of each dimension the names of its factors, major first; the shape).
+NamedDims = Iterable[tuple[Iterable[Iterable[Any]], Iterable[int]]]
 
 
 class Value(msgspec.Struct, frozen=True, gc=False):

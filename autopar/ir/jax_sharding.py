@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,19 @@ def _stage_axis(axis_names: Sequence[str]) -> str:
     return next(name for n in range(len(axis_names) + 1) if (name := f"stage{n or ''}") not in axis_names)
 
 
+def on_parts(
+    function: Callable[..., Any], mesh: Mesh, operands: Sequence[Layout], results: Layout | Sequence[Layout]
+) -> Callable[..., Any]:
+    """A function of a device's parts as one of global arrays, all of which lie so; `results`: of one, or of several."""
+    out_specs: Any = (
+        partition_spec(results, mesh.axis_names)
+        if isinstance(results, Layout)
+        else tuple(partition_spec(layout, mesh.axis_names) for layout in results)
+    )
+    in_specs = tuple(partition_spec(layout, mesh.axis_names) for layout in operands)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
 def partition_spec(layout: Layout, axis_names: Sequence[str]) -> PartitionSpec:
     """The `PartitionSpec` of a layout; a partial one has its leading dimension of summands in front."""
     return _spec(_named((layout.partial, *layout.dims) if layout.partial else layout.dims, axis_names))
@@ -100,3 +113,12 @@ def _spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
 def named_sharding(layout: Layout, mesh: Mesh, *, in_host: bool = False) -> NamedSharding:
     spec = partition_spec(layout, mesh.axis_names)
     return NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) if in_host else NamedSharding(mesh, spec)
+
+
+def dims_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...] | None, ...]:
+    """The axes of each of so many dimensions of a spec; None leaves one open."""
+    entries = (*spec, *(None,) * (rank - len(spec)))
+    return tuple(
+        None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for e in entries
+    )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -46,6 +46,17 @@ class LogicalMesh:
         for a in axes:
             size *= self.axis_sizes[a]
         return size
+
+    def split(self, sizes: Iterable[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Of the axes that split a dimension those that split each of its factors, major first, of these sizes; then
+        those that are left.
+        """
+        rest = tuple(axes)
+        for size in sizes:
+            n = next((n for n in range(len(rest)) if self.size(rest[:n]) >= size), len(rest))
+            yield rest[:n]
+            rest = rest[n:]
+        yield rest
 
     def __str__(self) -> str:
         """`data=2 x model=4`, or `2x4` of a mesh whose axes have no names yet."""

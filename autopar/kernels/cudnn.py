@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.graph import Factor, FactorKind, NamedDims, Rule
 from autopar.ir.primitives import CUDNN_BACKWARD, CUDNN_FORWARD
 from autopar.kernels.operation import KernelWork
 
@@ -54,25 +54,16 @@ def cudnn_rule(eqn: Any) -> Rule:
     operands, results = letters
     query, key = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     examples, key_heads = query[0], key[operands[1].index("g")]
-    factors = [Factor(examples, FactorKind.PASS), Factor(key_heads, FactorKind.PASS)]
-    split = {"b": (0, examples), "n": (1, key_heads), "g": (1, key_heads)}
+    factors = {name: Factor(size, FactorKind.PASS) for name, size in (("b", examples), ("g", key_heads))}
+    of = {"b": "b", "g": "g", "n": "g"}  # heads of queries are those of keys, and what is left
 
-    def dims(names: str, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for name, n in zip(names, shape, strict=True):
-            row: tuple[int, ...] = ()
-            if name in split and n % split[name][1] == 0 and n > 1:
-                number, size = split[name]
-                row, n = ((number,) if size > 1 else ()), n // size
-            if n != 1:
-                row = (*row, len(factors))
-                factors.append(Factor(n, FactorKind.FIXED))
-            out.append(row)
-        return tuple(out)
+    def named(arrays: Sequence[str], variables: Sequence[Any]) -> NamedDims:
+        for names, v in zip(arrays, variables, strict=True):
+            shape = v.aval.shape
+            split = [x in of and n > 1 and n % factors[of[x]].size == 0 for x, n in zip(names, shape, strict=True)]
+            yield [(of[x],) if is_split else () for x, is_split in zip(names, split, strict=True)], shape
 
-    read = tuple(dims(names, v.aval.shape) for names, v in zip(operands, eqn.invars, strict=True))
-    made = tuple(dims(names, v.aval.shape) for names, v in zip(results, eqn.outvars, strict=True))
-    return Rule(tuple(factors), read, made)
+    return Rule.by_names(named(operands, eqn.invars), named(results, eqn.outvars), lambda name, _: factors[name])
 
 
 def cudnn_work(eqn: Any) -> KernelWork:

@@ -12,6 +12,7 @@ island inside of an island is a part of its body: every device runs all parts of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.common import jax_compat, jax_local
+from autopar.common import jax_compat, jax_local, loops
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Factor, FactorKind, Op, OpGraph, Rule
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.kernels.operation import Shapes
 
@@ -84,45 +86,16 @@ def check_islands_inside(eqn: Any) -> None:
 
 
 def _specs(specs: Sequence[Any], variables: Sequence[Any]) -> tuple[Spec, ...]:
-    def names(entry: Any) -> tuple[str, ...]:
-        if entry is None:
-            return ()
-        return tuple(map(str, entry)) if isinstance(entry, tuple) else (str(entry),)
-
-    out = []
-    for spec, v in zip(specs, variables, strict=True):
-        dims = [names(entry) for entry in spec]
-        out.append(tuple(dims + [()] * (len(v.aval.shape) - len(dims))))
-    return tuple(out)
+    rows = (dims_of(spec, len(v.aval.shape)) for spec, v in zip(specs, variables, strict=True))
+    return tuple(tuple(axes or () for axes in row) for row in rows)
 
 
 def island_rule(eqn: Any) -> Rule:
     """Axes are factors that may be split; what a device has of a dimension is whole."""
     island = island_of(eqn)
-    number: dict[str, int] = {}
-    factors: list[Factor] = []
-
-    def factor(name: str) -> int:
-        if name not in number:
-            number[name] = len(factors)
-            factors.append(Factor(island.sizes[name], FactorKind.PASS))
-        return number[name]
-
-    def dims(spec: Spec, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for names, n in zip(spec, shape, strict=True):
-            split = [name for name in names if island.sizes[name] > 1]
-            row = [factor(name) for name in split]
-            rest = n // math.prod(island.sizes[name] for name in split)
-            if rest > 1:
-                factors.append(Factor(rest, FactorKind.FIXED))
-                row.append(len(factors) - 1)
-            out.append(tuple(row))
-        return tuple(out)
-
-    operands = tuple(dims(spec, v.aval.shape) for spec, v in zip(island.operands, eqn.invars, strict=True))
-    results = tuple(dims(spec, v.aval.shape) for spec, v in zip(island.results, eqn.outvars, strict=True))
-    return Rule(tuple(factors), operands, results)
+    operands = zip(island.operands, [v.aval.shape for v in eqn.invars], strict=True)
+    results = zip(island.results, [v.aval.shape for v in eqn.outvars], strict=True)
+    return Rule.by_names(operands, results, lambda name, _: Factor(island.sizes[name], FactorKind.PASS))
 
 
 def mesh_axes(island: Island, layouts: Sequence[Layout], mesh: LogicalMesh) -> dict[str, tuple[int, ...]] | None:
@@ -133,14 +106,8 @@ def mesh_axes(island: Island, layouts: Sequence[Layout], mesh: LogicalMesh) -> d
     found: dict[str, tuple[int, ...]] = {}
     for spec, layout in zip((*island.operands, *island.results), layouts, strict=True):
         for names, on in zip(spec, layout.dims, strict=True):
-            rest = list(on)
-            for name in names:
-                taken: tuple[int, ...] = ()
-                while rest and mesh.size(taken) < island.sizes[name]:
-                    taken = (*taken, rest.pop(0))
-                if found.setdefault(name, taken) != taken:
-                    return None
-            if rest:
+            *of_names, rest = mesh.split([island.sizes[name] for name in names], on)
+            if rest or any(found.setdefault(name, taken) != taken for name, taken in zip(names, of_names, strict=True)):
                 return None
     for name, axes in found.items():
         wide = [a for a in axes if mesh.axis_sizes[a] > 1]
@@ -254,8 +221,7 @@ def _jaxpr(closed: Any) -> Any:
     if not is_changed and all(a is b for a, b in zip(outvars, inner.outvars, strict=True)):
         return closed
     cleaned = inner.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-    is_open = inner is closed and not jax_compat.jaxpr_consts(closed)
-    return cleaned if is_open else jax_compat.closed_like(closed, cleaned)
+    return jax_compat.with_body(closed, cleaned)
 
 
 # What only changes the type of a value that differs, or does not differ, between the devices.
@@ -439,46 +405,25 @@ class _Body:
                 lax.all_gather(a, params["axis_name"], axis=params["all_gather_dimension"], tiled=params["tiled"])
                 for a in args
             ]
-        inner = jax_compat.INLINED_CALLS.get(name) or ("jaxpr" if name in jax_compat.REMAT_CALLS else None)
         if _is_kernel(eqn):
             return _jitted(params["name"], lambda *xs: self._closed(params["jaxpr"], xs))(*args)
-        if inner is not None:
-            return self._closed(
-                next(params[k] for k in (inner, "jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), args
-            )
+        if (called := jax_compat.called_jaxpr(eqn)) is not None:
+            return self._closed(called, args)
         if name == "scan":
-            return self._scan(eqn, args)
+            counts, variables = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"]).outvars
+            carried, how = _typed(variables[: counts[1]]), {key: params[key] for key in ("length", "reverse", "unroll")}
+            return loops.scan(functools.partial(self._closed, params["jaxpr"]), args, counts, carried, **how)
         if name == "while":
-            k, n = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            going: Sequence[Any] = lax.while_loop(
-                lambda carry: self._closed(params["cond_jaxpr"], [*args[:k], *carry])[0],
-                lambda carry: _like(self._closed(params["body_jaxpr"], [*args[k:n], *carry]), eqn.outvars),
-                _like(args[n:], eqn.outvars),
-            )
-            return going
+            goes_on, body = (functools.partial(self._closed, params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+            counts = params["cond_nconsts"], params["body_nconsts"]
+            return loops.while_loop(goes_on, body, args, counts, _typed(eqn.outvars))
         if name == "cond":
-            index = args[0].astype(jnp.int32) if args[0].dtype == jnp.bool_ else args[0]
-            branches = [lambda *xs, branch=branch: self._closed(branch, xs) for branch in params["branches"]]
-            taken: Sequence[Any] = lax.switch(index, branches, *args[1:])
-            return taken
+            branches = [functools.partial(self._closed, branch) for branch in params["branches"]]
+            return loops.cond(branches, args, _typed(eqn.outvars))
         # After the island's own mesh:
         named = {k: None for k, v in params.items() if isinstance(v, jax.sharding.Sharding)}
         plain = {k: without_island_mesh(v) for k, v in params.items()} | named
         return jax_compat.bind(eqn.replace(params=plain), args)
-
-    def _scan(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
-        params = eqn.params
-        (k, c), inner = jax_compat.scan_counts(params), jax_compat.open_jaxpr(params["jaxpr"])
-
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self._closed(params["jaxpr"], [*args[:k], *carry, *slices])
-            return _like(outs[:c], inner.outvars[:c]), outs[c:]
-
-        carry, stacked = lax.scan(
-            body, _like(args[k : k + c], inner.invars[k : k + c]), list(args[k + c :]),
-            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
-        )  # fmt: skip
-        return [*carry, *stacked]
 
 
 def _is_kernel(eqn: Any) -> bool:
@@ -499,7 +444,6 @@ def _without_mesh(array: Any) -> Any:
     return array if jax_compat.is_tracer(array) or jax_compat.is_key_dtype(array.dtype) else np.asarray(array)
 
 
-def _like(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _typed(variables: Sequence[Any]) -> loops.Typed:
     """What a loop carries, of the types that it was traced with, weak ones included."""
-    pairs = zip(arrays, variables, strict=True)
-    return [jax_compat.with_weak_type(jnp.asarray(a), bool(v.aval.weak_type)) for a, v in pairs]
+    return loops.like([v.aval for v in variables])

@@ -54,25 +54,11 @@ def custom_partition_rule(eqn: Any) -> Rule:
             return FactorKind.FIXED
         return FactorKind.PASS if name in made else FactorKind.SUM
 
-    number: dict[str, int] = {}
-    factors: list[Factor] = []
-
-    def dims(names: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for dim in names:
-            row = [name for name in dim if sizes[name] > 1]
-            for name in row:
-                if name not in number:
-                    number[name] = len(factors)
-                    factors.append(Factor(sizes[name], kind(name)))
-            out.append(tuple(number[name] for name in row))
-        return tuple(out)
-
-    described = [dims(names) for names in arrays]
-    for rows, v in zip(described, (*eqn.invars, *eqn.outvars), strict=True):
-        if any(math.prod(factors[f].size for f in row) != n for row, n in zip(rows, v.aval.shape, strict=True)):
-            return replicated_rule(eqn, f"the sharding_rule of custom_partitioning at {line} is not of these shapes")
-    return Rule(tuple(factors), tuple(described[: len(eqn.invars)]), tuple(described[len(eqn.invars) :]))
+    described = [(names, v.aval.shape) for names, v in zip(arrays, (*eqn.invars, *eqn.outvars), strict=True)]
+    if any(math.prod(sizes[x] for x in dim) != n for array in described for dim, n in zip(*array, strict=True)):
+        return replicated_rule(eqn, f"the sharding_rule of custom_partitioning at {line} is not of these shapes")
+    operands, results = described[: len(eqn.invars)], described[len(eqn.invars) :]
+    return Rule.by_names(operands, results, lambda name, _: Factor(sizes[name], kind(name)))
 
 
 def _dimensions(mapping: Sequence[Any], shape: Sequence[int]) -> list[tuple[str, ...]]:

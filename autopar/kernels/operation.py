@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from autopar.common import jax_compat, jax_local
 from autopar.errors import InvalidArgumentError
-from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.graph import Factor, FactorKind, NamedDims, Rule
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT, is_inexact, multiplications
 from autopar.kernels.grouped import blocks_of, grouped_places, is_dense, is_grouped_product, sums_groups
@@ -156,27 +157,22 @@ def kind_of(rule: KernelRule, name: str, results: Sequence[Any]) -> FactorKind:
 
 def graph_rule(rule: KernelRule, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
     """The rule of the operation in a graph, for operands and results of these shapes and types."""
-    number: dict[str, int] = {}
-    factors: list[Factor] = []
 
-    def dims(names: Names, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out: list[tuple[int, ...]] = []
-        for name, n in zip(names, shape, strict=True):
-            if n == 1:
-                out.append(())
-                continue
-            if name == UNNAMED or name not in number:
-                number[name] = len(factors)
-                factors.append(Factor(n, kind_of(rule, name, results)))
-            out.append((number[name],))
-        return tuple(out)
+    def named(arrays: Sequence[Names], avals: Sequence[Any]) -> NamedDims:
+        return [
+            ([(x,) if x != UNNAMED else () for x in names], a.shape) for names, a in zip(arrays, avals, strict=True)
+        ]
 
-    read = tuple(dims(names, aval.shape) for names, aval in zip(rule.operands, operands, strict=True))
-    made = tuple(dims(names, aval.shape) for names, aval in zip(rule.results, results, strict=True))
+    found = Rule.by_names(
+        named(rule.operands, operands), named(rule.results, results), lambda x, n: Factor(n, kind_of(rule, x, results))
+    )
+    described = zip((*rule.operands, *rule.results), (*found.operands, *found.results), strict=True)
+    number = {x: dim[0] for names, dims in described for x, dim in zip(names, dims, strict=True) if dim}
+    factors = list(found.factors)
     for name, other in rule.exchanged:
         if name in number and other in number:
             factors[number[name]] = dataclasses.replace(factors[number[name]], along=number[other])
-    return Rule(tuple(factors), read, made)
+    return replace(found, factors=tuple(factors))
 
 
 def _error(where: str, expected: str, got: str, hint: str) -> InvalidArgumentError:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat, jax_local
-from autopar.ir.graph import Factor, FactorKind, Rule
+from autopar.ir.graph import Factor, FactorKind, NamedDims, Rule
 
 NAME = "pallas_call"
 # A generator of random bits goes on from cell to cell.
@@ -253,27 +253,13 @@ def is_same_kernel(eqn: Any, other: Any) -> bool:
 
 def grid_rule(grid: Grid, eqn: Any) -> Rule:
     """One factor for each grid dimension that may be split, the major part of the dimensions that go with it."""
-    number: dict[int, int] = {}
-    factors: list[Factor] = []
 
-    def dims(places: Sequence[Place], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        out = []
-        for g, n in zip(places, shape, strict=True):
-            row: tuple[int, ...] = ()
-            if g is not None and grid.runs[g] > 1:
-                if g not in number:
-                    number[g] = len(factors)
-                    factors.append(Factor(grid.runs[g], FactorKind.PASS))
-                row, n = (number[g],), n // grid.runs[g]
-            if n > 1:
-                row = (*row, len(factors))
-                factors.append(Factor(n, FactorKind.FIXED))
-            out.append(row)
-        return tuple(out)
+    def named(arrays: Sequence[Sequence[Place]], variables: Sequence[Any]) -> NamedDims:
+        pairs = zip(arrays, variables, strict=True)
+        return [([() if g is None else (g,) for g in places], v.aval.shape) for places, v in pairs]
 
-    read = tuple(dims(places, v.aval.shape) for places, v in zip(grid.operands, eqn.invars, strict=True))
-    made = tuple(dims(places, v.aval.shape) for places, v in zip(grid.results, eqn.outvars, strict=True))
-    return Rule(tuple(factors), read, made)
+    operands, results = named(grid.operands, eqn.invars), named(grid.results, eqn.outvars)
+    return Rule.by_names(operands, results, lambda g, _: Factor(grid.runs[g], FactorKind.PASS))
 
 
 def call_on_part(grid: Grid | None, eqn: Any, shapes: Sequence[Sequence[int]], parts: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from autopar.launch.placement import Placement, address, free_ports, host_and_port, is_loopback
 from autopar.launch.restart_policy import Again, Outcome, Policy, Stop, next_start, why_not_again
 
@@ -125,7 +127,7 @@ class Leader:
                         if member is None:
                             break
                     member.offer, member.runs = int(said["offer"]), False
-                    member.outcome = outcome_of(said["outcome"]) if said["outcome"] else None
+                    member.outcome = msgspec.convert(said["outcome"], Outcome | None)
         connection.close()
         with self._lock:
             if member is not None and self._members.get(member.node) is member:
@@ -200,7 +202,7 @@ class Leader:
         for node, placement in placements(offers, hosts, total, restart, coordinator).items():
             member = self._members[node]
             member.offer, member.outcome, member.runs = None, None, True
-            send(member.connection, {"start": dataclasses.asdict(placement), "delay_s": delay_s})
+            send(member.connection, {"start": placement, "delay_s": delay_s})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for member in self._members.values():
@@ -221,23 +223,7 @@ def keep_alive(connection: socket.socket) -> None:
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
     """A launcher that is gone is noticed where its messages are read."""
     with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def outcome_of(said: Mapping[str, Any]) -> Outcome:
-    """The inverse of `outcome_text`. Raises: KeyError, ValueError, TypeError."""
-    return Outcome(
-        stop=Stop(said["stop"]),
-        processes=int(said["processes"]),
-        code=int(said["code"]),
-        stepped=bool(said["stepped"]),
-        not_started=int(said["not_started"]),
-        is_cause=bool(said["is_cause"]),
-    )
-
-
-def outcome_text(outcome: Outcome) -> dict[str, Any]:
-    return dataclasses.asdict(outcome) | {"stop": outcome.stop.value}
+        connection.sendall(msgspec.json.encode(message) + b"\n")
 
 
 def _bound(host: str) -> str:

@@ -18,15 +18,17 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import msgspec
+
 from autopar.common.launched import STUCK_AFTER_S, Reached, has_reached, say_lost
 from autopar.launch.command_line import Options
 from autopar.launch.placement import Placement, environments, host_and_port, own_address_towards
-from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, outcome_text, send
+from autopar.launch.rendezvous import JOIN_S, Leader, keep_alive, send
 from autopar.launch.restart_policy import Hosts, OneHost, Outcome, Policy, Start, Stop
 
 # Which process failed first, and with what: the others mostly fail because of it.
@@ -189,27 +191,6 @@ def _start_of_error(ended: Ended) -> int | None:
 
 MOST_KEPT_LINES = 400  # of the end of each process's output: where its error is looked for
 MOST_LINE_BYTES = 1 << 16  # a longer line is written in parts, so that no process fills the launcher's memory
-_READ_BYTES = 1 << 16
-
-
-class LineSplitter:
-    """Splits what arrives in pieces into lines, without their ends."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def lines(self, data: bytes) -> Iterator[bytes]:
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        yield from whole
-        while len(self._rest) > MOST_LINE_BYTES:
-            yield self._rest[:MOST_LINE_BYTES]
-            self._rest = self._rest[MOST_LINE_BYTES:]
-
-    def end(self) -> Iterator[bytes]:
-        """The last line, where it has no end."""
-        if self._rest:
-            yield self._rest
-        self._rest = b""
 
 
 def tagged(process: int, line: bytes) -> bytes:
@@ -266,17 +247,12 @@ class OutputOfProcess:
         return tuple(self._kept)
 
     def _follow(self, end: IO[bytes], to: int) -> None:
-        splitter = LineSplitter()
         with end:
-            while data := os.read(end.fileno(), _READ_BYTES):
-                self._take(to, splitter.lines(data))
-        self._take(to, splitter.end())
-
-    def _take(self, to: int, lines: Iterator[bytes]) -> None:
-        for line in lines:
-            if to == 2:
-                self._kept.append((time.monotonic(), line.decode(errors="replace")))
-            self._tagger.write(to, self._process, line)
+            while line := end.readline(MOST_LINE_BYTES):
+                line = line.removesuffix(b"\n")
+                if to == 2:
+                    self._kept.append((time.monotonic(), line.decode(errors="replace")))
+                self._tagger.write(to, self._process, line)
 
 
 # One process that the launcher started: it ends when the launcher does, whatever ends that.
@@ -396,36 +372,26 @@ class Ending:
     number: int = 0  # of the signal that somebody sent
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """From SIGTERM to SIGKILL, and how long a process may be stopped; 0: for ever."""
-
-    grace_s: float
-    stopped_after_s: float
-
-
 class OneStart:
-    """The processes of one start. `signals` are those that the launcher has got, oldest first."""
+    """The processes of one start."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        first_process: int,
-        folder: Path,
-        limits: Limits,
-        tagger: Tagger,
-    ) -> None:
-        self._folder, self._tagger = folder, tagger
-        self._grace_s, self._stopped_after_s = limits.grace_s, limits.stopped_after_s
+    def __init__(self, options: Options, placement: Placement, folder: Path, tagger: Tagger) -> None:
+        self._folder, self._tagger, self._grace_s = folder, tagger, options.grace_s
+        self._stopped_after_s = 0.0 if options.stuck_after_s == 0 else STOPPED_AFTER_S
         self._ending: Ending | None = None
+        around = dict(os.environ)
+        if options.stuck_after_s is not None:
+            around[STUCK_AFTER_S] = str(options.stuck_after_s)
         self._running = [
-            ChildProcess(first_process + i, command, environment, tagger) for i, environment in enumerate(environments)
+            ChildProcess(placement.first_process + i, options.command, environment, tagger)
+            for i, environment in enumerate(environments(placement, options.devices_per_process, folder, around))
         ]
         self.ended: dict[int, Ended] = {}
 
     def run(self, signals: deque[signal.Signals], asked_to_end: Callable[[], str | None]) -> Outcome:
-        """Returns when all processes have ended. `asked_to_end` says why they should, and start in another number."""
+        """Returns when all processes have ended. `signals` are those that the launcher has got, oldest first;
+        `asked_to_end` says why they should, and start in another number.
+        """
         count, looked_s = len(self._running), time.monotonic()
         while self._running:
             now = time.monotonic()
@@ -555,8 +521,7 @@ class SeveralHosts:
                 return None
             assert self._connection is not None, "connected"
             host = own_address_towards(*host_and_port(self._coordinator))
-            said = None if outcome is None else outcome_text(outcome)
-            send(self._connection, {"node": self._node, "host": host, "offer": self._offer, "outcome": said})
+            send(self._connection, {"node": self._node, "host": host, "offer": self._offer, "outcome": outcome})
             while not is_interrupted():
                 for message in self._messages(_AGAIN_S):
                     if (found := self._read(message)) is not None:
@@ -608,7 +573,7 @@ class SeveralHosts:
 
     def _read(self, message: dict[str, Any]) -> Start | int | None:
         if "start" in message:
-            return Start(placement=Placement(**message["start"]), delay_s=float(message["delay_s"]))
+            return Start(placement=msgspec.convert(message["start"], Placement), delay_s=float(message["delay_s"]))
         if "stop" in message:
             if "why" in message:
                 self._say(str(message["why"]))
@@ -674,20 +639,8 @@ def _hosts(options: Options, tagger: Tagger) -> Hosts:
 def _start(
     options: Options, placement: Placement, hosts: Hosts, tagger: Tagger, signals: deque[signal.Signals]
 ) -> Outcome:
-    environment = dict(os.environ)
-    if options.stuck_after_s is not None:
-        environment[STUCK_AFTER_S] = str(options.stuck_after_s)
-    stopped_after_s = 0.0 if options.stuck_after_s == 0 else STOPPED_AFTER_S
-    limits = Limits(grace_s=options.grace_s, stopped_after_s=stopped_after_s)
     with tempfile.TemporaryDirectory(prefix="autopar-launch-", ignore_cleanup_errors=True) as folder:
-        start = OneStart(
-            options.command,
-            environments(placement, options.devices_per_process, Path(folder), environment),
-            placement.first_process,
-            Path(folder),
-            limits,
-            tagger,
-        )
+        start = OneStart(options, placement, Path(folder), tagger)
         outcome = start.run(signals, hosts.asked_to_end)
     error = first_error(list(start.ended.values()))
     if error is not None and outcome.stop is Stop.FAILED:

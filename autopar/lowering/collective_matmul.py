@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from msgspec.structs import replace
 
-from autopar.ir.jax_sharding import partition_spec
+from autopar.ir.jax_sharding import on_parts
 from autopar.kernels.local import runs_locally
 from autopar.lowering.instructions import Compute, Instruction, Key, Loop, LoweredBlock, Move, Pieces, section_of
 from autopar.sharding.resharding import ReshardStep, StepKind
@@ -193,18 +193,14 @@ def gathered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> t
         out = out[None] if result.partial else out
         return (out,) if whole is None else (out, whole)
 
-    specs = [partition_spec(layout, names) for layout in (*layouts, result, pieces.step.after)]
-    of_results = specs[len(layouts) :] if pieces.is_read_again else specs[len(layouts) : -1]
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(specs[: len(layouts)]), out_specs=tuple(of_results), check_vma=False
-    )
-    out, *whole = run(*operands)
+    of_results = (result, pieces.step.after) if pieces.is_read_again else (result,)
+    out, *whole = on_parts(local, mesh, layouts, of_results)(*operands)
     return out, whole[0] if whole else None
 
 
 def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> Any:
     """The product as a global array that lies as its reduce-scatter leaves it."""
-    pieces, names = compute.pieces, mesh.axis_names
+    pieces = compute.pieces
     assert pieces is not None, "runs in pieces"
     assert compute.strategy is not None, "products in pieces are split"
     ring, after = _Ring.over(pieces, mesh), pieces.step.after
@@ -225,14 +221,7 @@ def scattered_product(compute: Compute, operands: Sequence[Any], mesh: Mesh) -> 
         assert total is not None, "a ring has devices"
         return total[None] if after.partial else total
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(layout, names) for layout in compute.strategy.operands),
-        out_specs=partition_spec(after, names),
-        check_vma=False,
-    )
-    return run(*operands)
+    return on_parts(local, mesh, compute.strategy.operands, after)(*operands)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,11 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.attention import execute, ring
 from autopar.attention.form import letters
 from autopar.attention.kernels import library_on
-from autopar.common import jax_compat
-from autopar.common.jax_compat import while_any
+from autopar.common import jax_compat, loops
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
 from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
-from autopar.ir.jax_sharding import named_sharding, partition_spec
+from autopar.ir.jax_sharding import named_sharding, on_parts, partition_spec
 from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
 from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
@@ -100,9 +99,7 @@ def in_rows(array: Any, layout: Layout, mesh: Mesh) -> Any:
 
     Said on each device's part: a partitioner gathers what it does not know.
     """
-    spec = partition_spec(layout, mesh.axis_names)
-    run = jax.shard_map(jax_compat.in_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return run(array)
+    return on_parts(jax_compat.in_rows, mesh, [layout], layout)(array)
 
 
 def in_whole_tiles(array: Any, layout: Layout, mesh: Mesh) -> Any:
@@ -131,14 +128,7 @@ def run_on_parts(eqn: Any, reads: Sequence[Layout | None], results: Sequence[Lay
         made = _on_part(eqn, layouts, results, mesh, logical, parts)
         return tuple(a[None] if at.partial else a for a, at in zip(made, results, strict=True))
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in layouts),
-        out_specs=tuple(partition_spec(layout, mesh.axis_names) for layout in results),
-        check_vma=False,
-    )
-    return run(*operands)
+    return on_parts(local, mesh, layouts, results)(*operands)
 
 
 def _on_part(
@@ -270,15 +260,11 @@ def _clamped(start: Any, largest: int) -> jax.Array:
 
 def largest_of_rows(instruction: Compute, operands: Sequence[Any], mesh: Mesh) -> list[Any]:
     """Runs a `top_k` on each device's own rows; unequal parts are left to the partitioner."""
-    (place,), names, eqn = instruction.reads, mesh.axis_names, instruction.op.eqn
+    (place,), eqn = instruction.reads, instruction.op.eqn
     logical = LogicalMesh(axis_sizes=tuple(mesh.shape.values()))
     if place is None or not place[0].fits(eqn.invars[0].aval.shape, logical):
         return jax_compat.bind(eqn, operands)
-    out_specs = tuple(partition_spec(layout, names) for layout in instruction.results)
-    run = jax.shard_map(
-        lambda part: tuple(jax_compat.bind(eqn, [part])), mesh=mesh, in_specs=partition_spec(place[0], names),
-        out_specs=out_specs, check_vma=False,
-    )  # fmt: skip
+    run = on_parts(lambda part: tuple(jax_compat.bind(eqn, [part])), mesh, [place[0]], instruction.results)
     return list(run(*operands))
 
 
@@ -287,15 +273,14 @@ def fourier_transform(instruction: Compute, operands: Sequence[Any], mesh: Mesh)
 
     XLA's partitioner gathers what it transforms, and its CPU compiler gives it layouts that its fft refuses.
     """
-    (place,), (result,), names = instruction.reads, instruction.results, mesh.axis_names
+    (place,), (result,) = instruction.reads, instruction.results
     assert place is not None, "an array is transformed, no number"
 
     def local(part: Any) -> Any:
         (out,) = jax_compat.bind(instruction.op.eqn, [jax_compat.in_rows(part)])
         return jax_compat.in_rows(out)
 
-    specs = partition_spec(place[0], names), partition_spec(result, names)
-    return [jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*operands)]
+    return [on_parts(local, mesh, [place[0]], result)(*operands)]
 
 
 # Names for profilers: the operations of a compiled program, and its collectives, bear the user's modules.
@@ -359,9 +344,7 @@ def reduced(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
             out = jax.lax.psum_scatter(summand, names, scatter_dimension=d, tiled=True)
         return out[None] if step.after.partial else out
 
-    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
-    summed = run(filled_up(array, step.before, mesh, step.after))
+    summed = on_parts(local, mesh, [step.before], step.after)(filled_up(array, step.before, mesh, step.after))
     summed = cut_to(summed, (*summed.shape[: len(step.after.partial) and 1], *array.shape[1:]))
     return jax.lax.with_sharding_constraint(summed, named_sharding(step.after, mesh))
 
@@ -382,8 +365,7 @@ def exchanged(array: Any, step: ReshardStep, mesh: Mesh) -> Any:
     local = functools.partial(
         jax.lax.all_to_all, axis_name=names, split_axis=first + grown, concat_axis=first + shrunk, tiled=True
     )
-    specs = (partition_spec(step.before, mesh.axis_names), partition_spec(step.after, mesh.axis_names))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(array)
+    return on_parts(local, mesh, [step.before], step.after)(array)
 
 
 # Rows looked up in a table whose rows are split: each device finds those that it has, and zeros in place of others.
@@ -638,10 +620,7 @@ class Emitter:
                 out = jax.lax.psum(out, tuple(names[a] for a in instruction.reduced))
             return out[None] if result.partial else out
 
-        in_specs = tuple(partition_spec(layout, names) for layout in strategy.operands)
-        out_spec = partition_spec(result, names)
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
-        return [run(*operands)]
+        return [on_parts(local, self.mesh, strategy.operands, result)(*operands)]
 
     def attention(self, instruction: Compute, operands: list[Any]) -> list[Any]:
         """Runs attention on each device's part; where positions are split, keys and values go round."""
@@ -656,14 +635,11 @@ class Emitter:
                 axes[letter] = tuple(self.mesh.axis_names[a] for a in on)
         places = ring.Places(axes=axes, sizes=dict(self.mesh.shape))
         library = library_on(self.mesh.devices.flat[0])
-        run = jax.shard_map(
-            lambda *parts: execute.run(form, gradients, places, parts, library),
-            mesh=self.mesh,
-            in_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.operands),
-            out_specs=tuple(partition_spec(layout, self.mesh.axis_names) for layout in strategy.results),
-            check_vma=False,
-        )
-        return list(run(*operands))
+
+        def local(*parts: Any) -> tuple[Any, ...]:
+            return execute.run(form, gradients, places, parts, library)
+
+        return list(on_parts(local, self.mesh, strategy.operands, strategy.results)(*operands))
 
     # The memory of the host
 
@@ -710,43 +686,28 @@ class Emitter:
             if op.kind is OpKind.SCAN:
                 outs = self.scan(instruction, operands, runs[0])
             elif op.kind is OpKind.WHILE:
-                outs = self.while_loop(instruction, operands, runs[0], runs[1])
+                k, n = op.num_condition_consts, op.num_consts
+                avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
+                outs = loops.while_loop(runs[0], runs[1], operands, (k, n - k), loops.like(avals))
             else:
-                avals = [v.aval for v in op.eqn.outvars]
-                branches = [lambda *args, run=run: self.settle(run(args), instruction.results, avals) for run in runs]
-                outs = jax.lax.switch(self.index(operands[0]), branches, *operands[1:])
+                typed = loops.like([v.aval for v in op.eqn.outvars])
+                outs = loops.cond(runs, operands, lambda made: list(map(self.pin, typed(made), instruction.results)))
         for key, array in zip(instruction.keys_made, outs, strict=True):
             env[key] = array if key[1][1] == HOST else self.pin(array, key[1][0])
-
-    def index(self, predicate: Any) -> Any:
-        return predicate.astype(jnp.int32) if predicate.dtype == jnp.bool_ else predicate
-
-    def settle(self, outs: Sequence[Any], layouts: Sequence[Layout], avals: Sequence[Any]) -> list[Any]:
-        return [self.pin(out, layout) for out, layout in zip(self.like(outs, avals), layouts, strict=True)]
 
     def scan(self, instruction: Loop, operands: list[Any], run: Any) -> Sequence[Any]:
         op = instruction.op
         k, c = op.num_consts, op.num_carry
-        consts = operands[:k]
-        carry_avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
-
-        def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run([*consts, *carry, *slices])
-            return self.like(outs[:c], carry_avals), outs[c:]
-
+        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
+        operands[k : k + c] = self.first_carry(instruction, operands[k : k + c], avals)
         # Of turns in a row XLA makes room at once for what their own loops write, where a loop has room for one turn's.
         holds_loops = any(isinstance(inner, Loop) for inner in instruction.blocks[0].instructions)
-        carry, stacked = jax.lax.scan(
-            body,
-            self.first_carry(instruction, operands[k : k + c], carry_avals),
-            list(operands[k + c :]),
-            length=op.trips,
-            reverse=op.eqn.params["reverse"],
-            unroll=1 if holds_loops else op.eqn.params["unroll"],
-        )
+        unroll = 1 if holds_loops else op.eqn.params["unroll"]
+        how = {"length": op.trips, "reverse": op.eqn.params["reverse"], "unroll": unroll}
+        outs = loops.scan(run, operands, (k, c), loops.like(avals), **how)
         # Of partial slices the summands of a device lie together, in front of the iterations.
         partial = [bool(layout.partial) for layout in instruction.results[c:]]
-        return [*carry, *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(stacked, partial, strict=True))]
+        return [*outs[:c], *(jnp.moveaxis(a, 1, 0) if p else a for a, p in zip(outs[c:], partial, strict=True))]
 
     def first_carry(self, instruction: Loop, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         """What a scan carries into its first iteration. Where its body adds partial sums to a literal, one device holds
@@ -758,21 +719,4 @@ class Emitter:
             if place is None and layout.partial:
                 whole = jax_compat.with_type(arrays[i], aval)
                 started[i] = as_sum(whole, replicated(len(aval.shape)), layout, self.mesh)
-        return self.like(started, avals)
-
-    def while_loop(self, instruction: Loop, operands: list[Any], condition: Any, body: Any) -> Sequence[Any]:
-        op = instruction.op
-        k, n = op.num_condition_consts, op.num_consts
-        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[n - k :]]
-        return while_any(
-            lambda carry: condition([*operands[:k], *carry])[0],
-            lambda carry: self.like(body([*operands[k:n], *carry]), avals),
-            self.like(operands[n:], avals),
-        )
-
-    def like(self, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-        """Carried values with the weak types and dtypes of the traced loop (a literal has neither)."""
-        return [
-            a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else jax_compat.with_type(a, aval)
-            for a, aval in zip(arrays, avals, strict=True)
-        ]
+        return started

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.calls import nan_check, nnx_objects
 from autopar.calls.call_arguments import Signature
-from autopar.common import jax_compat
+from autopar.common import jax_compat, loops
 from autopar.common.jax_compat import run_wide_products_on_cpus
 from autopar.common.paths import name_of_key
 from autopar.errors import InvalidArgumentError, NonFiniteError, UnsupportedError, expect_one_of
@@ -245,11 +245,10 @@ class _Widening:
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             runs = [
-                lambda *args, branch=branch: self.run(branch, args, operands[1:], results)
+                lambda arrays, branch=branch: self.run(branch, arrays, operands[1:], results)
                 for branch in params["branches"]
             ]
-            outs: Sequence[Any] = jax.lax.switch(args[0], runs, *args[1:])
-            return outs
+            return loops.cond(runs, args, list)
         if name == "scan":
             return self.scan(eqn, args, operands, results)
         if name in jax_compat.REMAT_CALLS:
@@ -261,19 +260,12 @@ class _Widening:
         return _placed(outs, params.get("out_shardings", ()))
 
     def scan(self, eqn: Any, args: Sequence[Any], operands: Sequence[bool], results: Sequence[bool]) -> Sequence[Any]:
-        params, carried = eqn.params, _carried(eqn)
-        consts, initial, stacked = args[: carried.start], args[carried], args[carried.stop :]
+        params, how = eqn.params, {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
         types = [self.wide_type(a.aval) if w else a.aval.dtype for a, w in zip(eqn.outvars, results, strict=True)]
-
-        def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = self.run(params["jaxpr"], [*consts, *carry, *slices], operands, results)
-            return _gradients_of_types(outs[: len(carry)], types), outs[len(carry) :]
-
-        final, made = jax.lax.scan(
-            body, _gradients_of_types(initial, types), list(stacked),
-            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+        return loops.scan(
+            lambda arrays: self.run(params["jaxpr"], arrays, operands, results),
+            args, jax_compat.scan_counts(params), lambda arrays: _gradients_of_types(arrays, types), **how,
         )  # fmt: skip
-        return [*final, *made]
 
 
 class _Values:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from autopar.errors import InvalidArgumentError
 
@@ -29,8 +29,7 @@ RUNS_FILE = "runs.jsonl"
 REPEATED, BETWEEN_RUNS, OTHER = "repeated steps", "between runs", "other"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One process's part of a training run: `steps` that ended from `first_step` on, of `step_time_s` each.
 
     `began_s` and `last_s` are times of the system's clock; `spent_s` are the seconds of other activities by name.
@@ -41,7 +40,7 @@ class RunRecord:
     first_step: int
     steps: int
     step_time_s: float
-    spent_s: Mapping[str, float]
+    spent_s: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +98,10 @@ class RunsFile:
 
     def write(self, run: RunRecord) -> bool:
         """Whether another monitor has added a line since the last call. Raises: OSError."""
-        line = json.dumps({"run": self._run} | dataclasses.asdict(run)).encode() + b"\n"
+        line = msgspec.json.encode({"run": self._run} | msgspec.structs.asdict(run)) + b"\n"
         with self._lock, _locked(self._path.parent):
             lines = _whole_lines(self._path)
-            own = [one.startswith(f'{{"run": "{self._run}"'.encode()) for one in lines]
+            own = [one.startswith(f'{{"run":"{self._run}"'.encode()) for one in lines]
             lines = [line if is_own else one for one, is_own in zip(lines, own, strict=True)]
             self._replace(lines if any(own) else [*lines, line])
             num_others = own.count(False)
@@ -155,25 +154,14 @@ def _whole_lines(path: Path) -> list[bytes]:
 def _record(line: bytes, number: int, path: Path) -> RunRecord:
     """Raises: InvalidArgumentError."""
     try:
-        return _run(json.loads(line))
-    except (ValueError, TypeError, KeyError) as error:
+        return msgspec.json.decode(line, type=RunRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
             where=f"{path}, line {number}",
             expected="a run of autopar.Monitor",
             got=repr(line[:60]),
             hint="give the monitor another folder, or remove the file",
         ) from error
-
-
-def _run(value: Any) -> RunRecord:
-    return RunRecord(
-        began_s=float(value["began_s"]),
-        last_s=float(value["last_s"]),
-        first_step=int(value["first_step"]),
-        steps=int(value["steps"]),
-        step_time_s=float(value["step_time_s"]),
-        spent_s={str(name): float(spent_s) for name, spent_s in dict(value["spent_s"]).items()},
-    )
 
 
 def now_s() -> float:

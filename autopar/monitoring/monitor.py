@@ -40,7 +40,7 @@ class MonitorRow:
         mfu: The model's operations over what the devices do at their peak rate in the step's time.
         memory_bytes: The highest peak of this process's devices, where their runtime counts it.
         data_s: The mean wait of the loop for a batch.
-        idle_s: The median of the time that devices have no work after the step before.
+        idle_s: The median of the time that devices have no work after the step before; `data_s` is a part of it.
     """
 
     step: int
@@ -348,33 +348,17 @@ def summary_of(goodput: Goodput) -> str:
 SLOW = 1.2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds of a usual step: from end to end, predicted, waiting for its batch, devices without work before it.
-
-    `idle_s` includes `data_s`; None where nobody said when steps were called.
+def slowness(row: MonitorRow) -> tuple[str, str] | None:
+    """The lane in which a slow step loses most ("data", "host" or "devices"), and one sentence on it; None for a step
+    as fast as predicted, and where one of the two times is not known.
     """
-
-    step_s: float
-    predicted_s: float
-    data_s: float
-    idle_s: float | None
-
-
-def slow_lane(times: StepTimes) -> str | None:
-    """The lane in which a slow step loses most: "data", "host" or "devices"; None for a step as fast as predicted."""
-    if times.step_s < SLOW * times.predicted_s:
+    step_s, predicted_s = row.step_time_s, row.predicted_s
+    if step_s is None or not predicted_s or step_s < SLOW * predicted_s:
         return None
-    excess_s = times.step_s - times.predicted_s
-    if times.idle_s is not None and times.idle_s >= excess_s / 2:
-        return "data" if times.data_s >= times.idle_s / 2 else "host"
-    return "devices"
-
-
-def warning_text(times: StepTimes, lane: str) -> str:
-    """One sentence for the lane."""
-    ratio = times.step_s / times.predicted_s
-    idle = "" if times.idle_s is None else text_of_s(times.idle_s)
+    lane = "devices"
+    if row.idle_s is not None and row.idle_s >= (step_s - predicted_s) / 2:
+        lane = "data" if row.data_s >= row.idle_s / 2 else "host"
+    idle = "" if row.idle_s is None else text_of_s(row.idle_s)
     causes = {
         "data": f"the devices wait {idle} a step for the next batch; prefetch more, or make batches faster",
         "host": f"the devices wait {idle} a step for the loop; read the metrics of an earlier step, and less often, "
@@ -382,9 +366,9 @@ def warning_text(times: StepTimes, lane: str) -> str:
         "devices": "the programs on the devices take longer than predicted; step.profile(state, batch) says which "
         "modules and collectives do, and python -m autopar measure calibrates the predictions",
     }
-    step, predicted = text_of_s(times.step_s), text_of_s(times.predicted_s)
-    times_slower = text_of_count(float(f"{ratio:.2g}"))
-    return f"a step takes {step}, {times_slower} times the predicted {predicted}: {causes[lane]}"
+    ratio = text_of_count(float(f"{step_s / predicted_s:.2g}"))
+    step, predicted = text_of_s(step_s), text_of_s(predicted_s)
+    return lane, f"a step takes {step}, {ratio} times the predicted {predicted}: {causes[lane]}"
 
 
 # Step times from the ends of steps: medians, and the time that devices wait between two steps.
@@ -528,7 +512,7 @@ class Monitor:
         self._loop = _Loop(progress=step.last_progress)
         self._timer = StepTimer()
         self._began_s, self._first_step = now_s(), 0
-        self._warned: set[tuple[float, str]] = set()
+        self._warned: set[tuple[float | None, str]] = set()
         self._lock = threading.Lock()
         self._spent_s: dict[str, float] = {}
         self._runs: RunsFile | None = None
@@ -652,12 +636,10 @@ class Monitor:
         self.rows.append(row)
         for sink in self._sinks:
             sink.guard(sink.write, row)
-        if plan is not None and row.step_time_s is not None and row.predicted_s:
-            times = StepTimes(step_s=row.step_time_s, predicted_s=row.predicted_s, data_s=row.data_s, idle_s=row.idle_s)
-            lane = slow_lane(times)
-            if lane is not None and (row.predicted_s, lane) not in self._warned:
-                self._warned.add((row.predicted_s, lane))
-                logger.warning("step %d: %s", row.step, warning_text(times, lane))
+        slow = slowness(row)
+        if slow is not None and (row.predicted_s, slow[0]) not in self._warned:
+            self._warned.add((row.predicted_s, slow[0]))
+            logger.warning("step %d: %s", row.step, slow[1])
 
     def _row(self, plan: Plan | None, seen: SeenSteps) -> MonitorRow:
         predicted = None if plan is None else plan.predicted

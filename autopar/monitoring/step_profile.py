@@ -257,8 +257,6 @@ def _lanes(record: PlanRecord, known: Known) -> tuple[Lane, ...]:
         whole.append(max(e.end_s for e, _ in known) - min(e.start_s for e, _ in known))
     step_s, compute_s, collectives_s, busy_s = map(_mean, (whole, compute, collectives, either))
     exposed_s = summary.exposed_s(record, record.modules)
-    if exposed_s is None:
-        exposed_s = predicted.collective_time_s - predicted.hidden_time_s
     return (
         Lane(name="step", predicted_s=predicted.step_time_s, measured_s=step_s),
         Lane(name="computation", predicted_s=predicted.compute_time_s, measured_s=compute_s),

@@ -33,7 +33,6 @@ PARTS = ("arithmetic", "memory", "collectives", "bubble")
 _PART_OF = {
     summary.AT_PEAK_RATE: "arithmetic",
     summary.PRODUCTS: "arithmetic",
-    summary.BELOW_PEAK_RATE: "arithmetic",
     summary.MEMORY_BOUND: "memory",
     summary.HOST_COPIES: "memory",
     summary.COLLECTIVES: "collectives",

@@ -76,7 +76,7 @@ class CollectiveDifference:
     @property
     def more_s(self) -> float:
         """Seconds that a step of the other plan waits longer for them."""
-        own_s, other_s = (0.0 if row is None else row.waited_s for row in (self.plan, self.other))
+        own_s, other_s = (0.0 if row is None else row.exposed_s for row in (self.plan, self.other))
         return other_s - own_s
 
 
@@ -116,11 +116,6 @@ class Comparison:
         """Whether the two take about the same time."""
         return abs(self.slower_s) <= AS_FAST * self.plan.predicted.step_time_s
 
-    @property
-    def knows_waits(self) -> bool:
-        """Whether both plans say which of their collectives the step waits for."""
-        return all(row.exposed_s is not None for record in (self.plan, self.other) for row in record.modules)
-
     def quantities(self) -> tuple[Quantity, ...]:
         """Step time, memory and bytes sent, and the parts of the step time."""
         return (*self.totals(), *self.parts())
@@ -155,7 +150,7 @@ class Comparison:
 
     def modules(self) -> tuple[ModuleDifference, ...]:
         """Every module, layers that are alike as one, those on which the other plan loses the most first."""
-        rows = self._beside(self._module_costs, ModuleCost())
+        rows = self._beside(module_costs, ModuleCost())
         found = [ModuleDifference(module=module, plan=a, other=b) for module, a, b in rows]
         return tuple(sorted(found, key=lambda row: -row.more_s))
 
@@ -205,13 +200,6 @@ class Comparison:
         own, others = of(self.plan), of(self.other)
         return [(name, own.get(name, absent), others.get(name, absent)) for name in dict.fromkeys((*own, *others))]
 
-    def _module_costs(self, record: PlanRecord) -> dict[str, ModuleCost]:
-        """What modules cost; what the step waits for only where both plans say it."""
-        costs = module_costs(record)
-        if self.knows_waits:
-            return costs
-        return {name: dataclasses.replace(cost, exposed_s=None) for name, cost in costs.items()}
-
     def _largest_losses(self, most: int | None = None) -> list[Quantity]:
         """The part of the step that takes the most longer, and those next to it that tell much of the loss."""
         larger = sorted((q for q in self.parts() if q.more > 0), key=lambda q: -q.more)[:most]
@@ -252,7 +240,7 @@ class Comparison:
         return (
             f"{text} Of the modules it loses the most in {losing.module}: {text_of_s(losing.more_s)} more, "
             f"{text_of_s(losing.other.compute_s - losing.plan.compute_s)} of it computing and "
-            f"{text_of_s(losing.other.waited_s - losing.plan.waited_s)} {self._sends}."
+            f"{text_of_s(losing.other.exposed_s - losing.plan.exposed_s)} waiting for sends."
         )
 
     @property
@@ -283,7 +271,7 @@ class Comparison:
         """What makes up most of what a part of the step takes more, in brackets: the kind of its collectives, or the
         update of the parameters, which each module's row has among the rest.
         """
-        if part.name == summary.COLLECTIVES and self.knows_waits:
+        if part.name == summary.COLLECTIVES:
             more = {row.kind: row.more_s for row in self.collectives()}
         elif part.name == summary.MEMORY_BOUND:
             more = {"the update of the parameters": _update_s(self.other) - _update_s(self.plan)}
@@ -297,7 +285,7 @@ class Comparison:
         """The innermost module with most of the loss, with all inside of it; empty where the loss is spread, and where
         the module is the whole model.
         """
-        own, others = (within(self._module_costs(record)) for record in (self.plan, self.other))
+        own, others = (within(module_costs(record)) for record in (self.plan, self.other))
         step_s = self.plan.predicted.step_time_s
         much = {
             path: seconds - own.get(path, 0.0)
@@ -306,11 +294,6 @@ class Comparison:
         }
         innermost: tuple[str, ...] = max(much, key=lambda path: (len(path), much[path]), default=())
         return "/".join(innermost)
-
-    @property
-    def _sends(self) -> str:
-        """What the seconds of collectives in the tables are."""
-        return "waiting for sends" if self.knows_waits else "sending"
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain values, as `json.dumps` takes them."""
@@ -337,21 +320,17 @@ class Comparison:
             table.add_row(*map(escape, (q.name, *q.texts)))
         console.table(table)
         modules = self.modules()
-        table = Table("module", "plan", "instead", "more", self._sends.split()[0], "sent more")
+        table = Table("module", "plan", "instead", "more", "waiting", "sent more")
         table.columns[0].overflow = "fold"
         for row in modules[:MODULES_SHOWN]:
             sent = row.other.sent_bytes - row.plan.sent_bytes
-            waiting_s = row.other.waited_s - row.plan.waited_s
+            waiting_s = row.other.exposed_s - row.plan.exposed_s
             seconds = map(text_of_s, (row.plan.seconds, row.other.seconds, row.more_s, waiting_s))
             table.add_row(*map(escape, (row.module, *seconds, text_of_bytes(sent))))
         console.table(table)
         if len(modules) > MODULES_SHOWN:
             rest = sum(row.more_s for row in modules[MODULES_SHOWN:])
             console.line(f"and {len(modules) - MODULES_SHOWN} more modules, {text_of_s(rest)} more")
-        if not self.knows_waits:
-            console.line(
-                "The times of modules include communication that computing hides; the parts of the step do not."
-            )
         return console.text()
 
     __str__ = text

@@ -265,10 +265,9 @@ def _of_module(row: ModuleRow) -> list[str]:
     lines = [f"{row.operations} operations, computes {text_of_s(row.compute_time_s)}"]
     lines += [f"  matrix product {split}" for split in row.splits]
     for c in row.collectives:
-        exposed = "" if c.exposed_s is None else f", {text_of_s(c.exposed_s)} of it exposed"
         lines.append(
             f"  sends: {text_of_count(c.count)} {c.kind} over {axes_text(c.axes)}, "
-            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}{exposed}"
+            f"{text_of_bytes(c.sent_bytes)} a device, {text_of_s(c.time_s)}, {text_of_s(c.exposed_s)} of it exposed"
         )
     if not row.collectives:
         lines.append("  sends nothing: its operands already have the layouts that it needs")

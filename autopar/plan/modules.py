@@ -21,24 +21,18 @@ Key = tuple[str, tuple[str, ...], str]
 class ModuleCost:
     """Some modules on one device in a step; of a pipeline, the mean over its devices.
 
-    `send_s` are all seconds of their collectives, `exposed_s` those in which nothing is computed; None where that is
-    not recorded, or not in the plan that they are compared with.
+    `send_s` are all seconds of their collectives, `exposed_s` those in which nothing is computed.
     """
 
     compute_s: float = 0.0
     send_s: float = 0.0
-    exposed_s: float | None = 0.0
+    exposed_s: float = 0.0
     sent_bytes: float = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which the step waits for the collectives, or could where that is not recorded."""
-        return self.send_s if self.exposed_s is None else self.exposed_s
 
     @property
     def seconds(self) -> float:
         """What the modules add to the step."""
-        return self.compute_s + self.waited_s
+        return self.compute_s + self.exposed_s
 
 
 def cost_of(record: PlanRecord, rows: Sequence[ModuleRow]) -> ModuleCost:
@@ -74,7 +68,7 @@ class CollectiveRow:
 
     `stages` have them: each of their devices at least `least` and at most `most` in a step. `count` and the other
     numbers are means over all devices of the plan, so that seconds are parts of the step. `exposed_s`: of `time_s`,
-    what the step waits for; None where that is not recorded.
+    what the step waits for.
     """
 
     kind: str
@@ -87,12 +81,7 @@ class CollectiveRow:
     count: float
     sent_bytes: float
     time_s: float
-    exposed_s: float | None = None
-
-    @property
-    def waited_s(self) -> float:
-        """What the step waits for, as far as it is known: all of it, where nothing else is recorded."""
-        return self.time_s if self.exposed_s is None else self.exposed_s
+    exposed_s: float
 
     @property
     def count_text(self) -> str:
@@ -115,7 +104,7 @@ class _Sum:
     count: float = 0.0
     sent_bytes: float = 0.0
     time_s: float = 0.0
-    exposed_s: float | None = 0.0
+    exposed_s: float = 0.0
 
     def add(self, c: PredictedCollective, stage: int, group: int, share: float) -> None:
         self.stages.add(stage)
@@ -123,8 +112,7 @@ class _Sum:
         self.count += share * c.count
         self.sent_bytes += share * c.sent_bytes
         self.time_s += share * c.time_s
-        known = self.exposed_s is not None and c.exposed_s is not None
-        self.exposed_s = (self.exposed_s or 0.0) + share * (c.exposed_s or 0.0) if known else None
+        self.exposed_s += share * c.exposed_s
 
 
 def by_module(c: PredictedCollective, module: str) -> Key:
@@ -148,7 +136,7 @@ def collectives_of(record: PlanRecord, modules: Sequence[ModuleRow]) -> tuple[Co
     """The collectives of some modules, those of repeated layers together: by what the step waits for, then by time."""
 
     def rank(row: CollectiveRow) -> tuple[float, float]:
-        return -row.waited_s if row.waited_s >= LEAST_S else 0.0, -row.time_s
+        return -row.exposed_s if row.exposed_s >= LEAST_S else 0.0, -row.time_s
 
     return tuple(sorted(collective_rows(record, modules, by_module), key=rank))
 

@@ -182,15 +182,14 @@ class Plan:
         return self.record.step_interval_s
 
     @property
-    def gap(self) -> float | None:
+    def gap(self) -> float:
         """The share of the step's time that any other plan could save at most, by the model of costs. This bound is
         proven, but a loose one. It is all but computation that every device has its share of, as if nothing were sent
         and each device's part of a kernel took its part of the time. Hence a plan may be the best and its gap large,
         above all of a small step, whose kernels take their time however small they are: 7/8 of a step that runs whole
-        on each of eight devices. None where it is not known, as of an old file.
+        on each of eight devices.
         """
-        least_s = self.record.least_step_time_s
-        return None if least_s is None else max(0.0, 1 - least_s / self.predicted.step_time_s)
+        return max(0.0, 1 - self.record.least_step_time_s / self.predicted.step_time_s)
 
     @property
     def cluster(self) -> Cluster:

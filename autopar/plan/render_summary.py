@@ -181,7 +181,7 @@ def _collectives(page: _Page, record: PlanRecord) -> list[str]:
             c.module or modules.NO_MODULE,
             text_of_bytes(c.sent_bytes),
             text_of_s(c.time_s),
-            "unknown" if c.exposed_s is None else text_of_s(c.exposed_s),
+            text_of_s(c.exposed_s),
         )
         for c in found
     ]

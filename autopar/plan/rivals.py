@@ -157,7 +157,7 @@ def _waits_of_tensor(record: PlanRecord) -> str:
         for c in row.collectives:
             if tensor.intersection(c.axes):
                 time_s += share * c.time_s
-                waited_s += share * c.waited_s
+                waited_s += share * c.exposed_s
     if not time_s:
         return ""
     step_s = record.predicted.step_time_s

@@ -72,8 +72,7 @@ class PredictedCollective:
     """Collectives of one kind over the same axes that one module causes. `sent_bytes` by each device in a step.
 
     `exposed_s`: of `time_s`, what no computation hides, which the step waits for. Combined collectives share their
-    latency, so that it may be less than what follows from `time_s`. None in files that were written before it was
-    recorded.
+    latency, so that it may be less than what follows from `time_s`.
     """
 
     kind: str
@@ -82,12 +81,7 @@ class PredictedCollective:
     count: float
     sent_bytes: float
     time_s: float
-    exposed_s: float | None = None
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds for which the step waits, or could where that is not recorded."""
-        return self.time_s if self.exposed_s is None else self.exposed_s
+    exposed_s: float
 
 
 class MemoryKind(enum.Enum):
@@ -141,8 +135,7 @@ class Predicted:
     are none of the model's. `hidden_time_s`: computation that overlaps with
     communication within the mesh. A step in one program takes compute + collectives - hidden + host.
     `product_time_s`: of the computation, the matrix products and attention kernels; the rest waits for memory.
-    `peak_rate_time_s`: of all operations at the peak rates of their types. Both None in files that were written before
-    they were recorded.
+    `peak_rate_time_s`: of all operations at the peak rates of their types.
 
     For state and activations in the memory of the host: `host_bytes` kept by a device (one number for each group of
     devices, none without such arrays; of activations as many as there are at once), `host_copied_bytes` copied from and
@@ -158,13 +151,13 @@ class Predicted:
     bubble_fraction: float
     collectives: tuple[PredictedCollective, ...]
     memory: tuple[MemoryUse, ...]
+    product_time_s: float
+    peak_rate_time_s: float
     hidden_time_s: float = 0.0
     host_bytes: tuple[int, ...] = ()
     host_copied_bytes: float = 0.0
     host_time_s: float = 0.0
-    product_time_s: float | None = None
     recomputed_flops: float = 0.0
-    peak_rate_time_s: float | None = None
 
     @property
     def model_flops(self) -> float:
@@ -229,10 +222,9 @@ class ModuleRow:
         return sum(c.time_s for c in self.collectives)
 
     @property
-    def exposed_s(self) -> float | None:
-        """Seconds for which the step waits for its collectives; None where that is not recorded."""
-        waits = [c.exposed_s for c in self.collectives]
-        return None if None in waits else sum(s for s in waits if s is not None)
+    def exposed_s(self) -> float:
+        """Seconds for which the step waits for its collectives."""
+        return sum(c.exposed_s for c in self.collectives)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +329,7 @@ class PlanRecord:
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch.
     `expert_load`: how many rows each expert was taken to get.
     `row_blocks`: whether ragged products are made in blocks of rows where that takes less time.
-    `least_step_time_s`: what a step takes under any plan, by the model of costs; None where it is not known.
+    `least_step_time_s`: what a step takes under any plan, by the model of costs.
     `candidates`: the plan and the ways to run the step that lost against it. `measured`: what `autopar.tune` or
     `autopar.verify` found beside the predictions. `compiler_options`: XLA's options, for devices of the cluster's
     platform. `saved_names`: the names that `jax.checkpoint` saves in place of those of the code; None: as written.
@@ -359,6 +351,7 @@ class PlanRecord:
     modules: tuple[ModuleRow, ...]
     candidates: tuple[CandidateRecord, ...]
     notes: tuple[str, ...]
+    least_step_time_s: float
     pipeline: PipelineRecord | None = None
     axis_names: tuple[tuple[str, ...], ...] = ()
     axis_roles: tuple[tuple[str, ...], ...] = ()
@@ -371,7 +364,6 @@ class PlanRecord:
     row_blocks: bool = False
     timeline: Timeline = NO_TIMELINE
     pinned: PinsRecord | None = None
-    least_step_time_s: float | None = None
     measured: tuple[MeasuredRecord, ...] = ()
     compiler_options: dict[str, OptionValue] = dataclasses.field(default_factory=dict)
     saved_names: tuple[str, ...] | None = None

@@ -26,7 +26,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 SPLITS_NAMED = 2  # groups of unlike stages that the sentence describes
 IN_HOST = ", in host memory"  # after a layout
-AT_PEAK_RATE, BELOW_PEAK_RATE = "arithmetic at the devices' peak rate", "computation below the peak rate"
+AT_PEAK_RATE = "arithmetic at the devices' peak rate"
 PRODUCTS = "matrix products below the peak rate"
 BUBBLE, WAITING = "bubble of the pipeline", "waiting"
 HOST_COPIES = "copies from and to the host"
@@ -334,15 +334,13 @@ def axis_names_of(roles: Sequence[str], given: Sequence[str] = ()) -> tuple[str,
 
 
 def axis_roles(record: PlanRecord, stage: int) -> tuple[str, ...]:
-    """The role of each mesh axis of a stage; empty where it splits nothing, or the file has no roles."""
-    return record.axis_roles[stage] if record.axis_roles else ("",) * len(stage_mesh(record, stage).axis_sizes)
+    """The role of each mesh axis of a stage; empty where it splits nothing."""
+    return record.axis_roles[stage]
 
 
 def _splits(record: PlanRecord, stage: int) -> str:
     """What the mesh axes of a stage split, and over how many devices."""
     mesh = stage_mesh(record, stage)
-    if not record.axis_roles:
-        return f"split over the mesh {mesh}"
     return splits_text(mesh.axis_sizes, axis_roles(record, stage), _held_of_state(record, stage))
 
 
@@ -408,10 +406,9 @@ def _held_of_state(record: PlanRecord, stage: int) -> float:
     return held / whole if whole else 0.0
 
 
-def exposed_s(record: PlanRecord, modules: Sequence[ModuleRow]) -> float | None:
-    """Seconds for which the step waits for the collectives of modules, the mean over the devices; None if unknown."""
-    waits = [(stage_share(record, row.stage), row.exposed_s) for row in modules]
-    return None if any(s is None for _, s in waits) else sum(share * s for share, s in waits if s is not None)
+def exposed_s(record: PlanRecord, modules: Sequence[ModuleRow]) -> float:
+    """Seconds for which the step waits for the collectives of modules, the mean over the devices."""
+    return sum(stage_share(record, row.stage) * row.exposed_s for row in modules)
 
 
 def flops_text(predicted: Predicted) -> str:
@@ -434,27 +431,14 @@ def shares(record: PlanRecord) -> tuple[Share, ...]:
     """
     predicted = record.predicted
     step_s, compute_s = predicted.step_time_s, predicted.compute_time_s
-    useful_s = predicted.peak_rate_time_s
-    if useful_s is None:  # of an older file, all at the peak rate of the main type
-        done = predicted.flops / predicted.model_flops if predicted.model_flops else 1.0
-        useful_s = predicted.mfu * done * step_s
-    useful_s = min(useful_s, compute_s)
+    useful_s = min(predicted.peak_rate_time_s, compute_s)
+    products_s, waits_s = max(predicted.product_time_s, useful_s), exposed_s(record, record.modules)
     bubble_s = predicted.bubble_fraction * step_s
-    parts = [Share(name=AT_PEAK_RATE, seconds=useful_s, is_loss=False)]
-    if predicted.product_time_s is None:
-        parts.append(Share(name=BELOW_PEAK_RATE, seconds=compute_s - useful_s))
-    else:
-        products_s = max(predicted.product_time_s, useful_s)
-        parts.append(Share(name=PRODUCTS, seconds=products_s - useful_s))
-        parts.append(Share(name=MEMORY_BOUND, seconds=compute_s - products_s))
-    besides_s = compute_s + bubble_s
-    waits_s = exposed_s(record, record.modules)
-    if waits_s is None:
-        # Each collective has the latency that it has alone; combined ones share theirs: the step is shorter by it.
-        waits_s = predicted.collective_time_s - predicted.hidden_time_s
-        waits_s = min(waits_s, max(0.0, step_s - besides_s - predicted.host_time_s))
-    host_s = min(predicted.host_time_s, max(0.0, step_s - besides_s - waits_s))
-    parts += [
+    host_s = min(predicted.host_time_s, max(0.0, step_s - compute_s - bubble_s - waits_s))
+    parts = [
+        Share(name=AT_PEAK_RATE, seconds=useful_s, is_loss=False),
+        Share(name=PRODUCTS, seconds=products_s - useful_s),
+        Share(name=MEMORY_BOUND, seconds=compute_s - products_s),
         Share(name=COLLECTIVES, seconds=waits_s),
         Share(name=HOST_COPIES, seconds=host_s),
         Share(name=BUBBLE, seconds=bubble_s),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
+from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import AXIS_NAMES
 from autopar.plan.options import HasRequest, PlanRequest
 from autopar.sharding.binding import Binding
@@ -250,14 +251,8 @@ def _pin(pattern: str, spec: PartitionSpec) -> Pin:
             got=f"{spec}, with axes over which the value is a partial sum",
             hint="leave these axes out: whether a value is kept as a partial sum is left to the search",
         )
-    dims: list[tuple[str, ...] | None] = []
-    for entry in spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            dims.append(None)
-        else:
-            dims.append(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry))
-    pin = Pin(pattern=pattern, dims=tuple(dims))
-    names = [name for axes in dims for name in axes or ()]
+    pin = Pin(pattern=pattern, dims=dims_of(spec, len(spec)))
+    names = [name for axes in pin.dims for name in axes or ()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidArgumentError(

@@ -124,20 +124,8 @@ _BATCH = 64  # equations per lowering; a failure bisects, so this only amortises
 
 def replicated_rule(eqn: Any, note: str) -> Rule:
     """A rule under which nothing may be split."""
-    factors: list[Factor] = []
-
-    def dims(var: Any) -> Dims:
-        out: list[tuple[int, ...]] = []
-        for n in var.aval.shape:
-            if n == 1:
-                out.append(())
-            else:
-                factors.append(Factor(n, FactorKind.FIXED))
-                out.append((len(factors) - 1,))
-        return tuple(out)
-
-    operands, results = tuple(dims(v) for v in eqn.invars), tuple(dims(v) for v in eqn.outvars)
-    return Rule(tuple(factors), operands, results, note)
+    operands, results = ([([()] * len(v.aval.shape), v.aval.shape) for v in of] for of in (eqn.invars, eqn.outvars))
+    return replace(Rule.by_names(operands, results, lambda _, size: Factor(size, FactorKind.FIXED)), note=note)
 
 
 def _lower_side_by_side(eqns: Sequence[Any]) -> Any:

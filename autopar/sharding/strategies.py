@@ -223,17 +223,11 @@ def follow_one(signature: Signature, operand: int, layout: Layout, mesh: Logical
     rule = signature.rule
     by_factor: dict[int, tuple[int, ...]] = {}
     for factors, axes in zip(rule.operands[operand], layout.dims, strict=True):
-        rest = list(axes)
-        for f in factors:
-            taken: tuple[int, ...] = ()
-            while rest and mesh.size(taken) < rule.factors[f].size:
-                taken = (*taken, rest.pop(0))
-            if taken:
-                if rule.factors[f].kind is FactorKind.FIXED:
-                    return None
-                by_factor[f] = taken
-        if rest:
+        *of_factors, rest = mesh.split([rule.factors[f].size for f in factors], axes)
+        taken = {f: on for f, on in zip(factors, of_factors, strict=True) if on}
+        if rest or any(rule.factors[f].kind is FactorKind.FIXED for f in taken):
             return None
+        by_factor |= taken
     by_operands: dict[frozenset[int], tuple[int, ...]] = {}
     if layout.partial:
         members = [s for s in signature.linear if operand in s]
@@ -256,14 +250,10 @@ def strategy_of(
     by_factor: dict[int, tuple[int, ...]] = {}
     for dims, layout in described:
         for factors, axes in zip(dims, layout.dims, strict=True):
-            rest = list(axes)
-            for f in factors:
-                taken: tuple[int, ...] = ()
-                while rest and mesh.size(taken) < rule.factors[f].size:
-                    taken = (*taken, rest.pop(0))
-                if taken and (by_factor.setdefault(f, taken) != taken or rule.factors[f].kind is FactorKind.FIXED):
-                    return None
-            if rest:
+            *of_factors, rest = mesh.split([rule.factors[f].size for f in factors], axes)
+            taken = {f: on for f, on in zip(factors, of_factors, strict=True) if on}
+            kinds = [rule.factors[f].kind for f in taken]
+            if rest or FactorKind.FIXED in kinds or any(by_factor.setdefault(f, taken[f]) != taken[f] for f in taken):
                 return None
     by_factor = _without_exchanged(rule, by_factor)
     reading: dict[int, list[int]] = {}

@@ -49,7 +49,9 @@ def test_examples_and_key_heads_may_be_split(key_heads):
     assert split(local_rule(forward)) == split(local_rule(backward)) == [B, key_heads]
     # Dimensions of queries: examples, positions, key heads with their queries, features.
     (examples, _, heads, _), *_ = local_rule(forward).operands
-    assert (examples, heads[0], len(heads)) == ((0,), 1, 1 if key_heads == H else 2)
+    sizes = [f.size for f in local_rule(forward).factors]
+    assert ([sizes[f] for f in examples], sizes[heads[0]]) == ([B], key_heads)
+    assert len(heads) == (1 if key_heads == H else 2)
     assert local_work(forward).flops == 4 * B * H * L * L * D / 2
     assert local_work(backward).flops == 10 * B * H * L * L * D / 2
 
@@ -64,7 +66,8 @@ def test_examples_are_independent():
 
 def test_a_bias_of_all_examples_is_not_split_over_them_and_its_gradient_is_left_whole():
     forward, backward = calls(H, bias=jnp.zeros((1, H, L, L), jnp.bfloat16))
-    assert local_rule(forward).operands[3][:2] == ((), (1,))
+    queries, *_, bias = local_rule(forward).operands[:4]
+    assert bias[:2] == ((), queries[2])
     assert split(local_rule(forward)) == [B, H]
     assert len(backward.outvars) == 4
     assert not is_cudnn_attention(backward)

@@ -240,6 +240,19 @@ def test_a_branch_and_a_while_loop_inside_of_an_island():
         assert_equals_jit(step, recipe, devices, arguments())
 
 
+def test_a_while_loop_that_goes_on_for_some_rows_of_an_island():
+    def halved(row):
+        return jax.lax.while_loop(lambda r: jnp.sum(jnp.abs(r)) > 1.0, lambda r: 0.5 * r, row)
+
+    island = jax.shard_map(jax.vmap(halved), mesh=mesh_of(x=4), in_specs=P("x"), out_specs=P("x"))
+
+    def step(state, batch):
+        return state, island(batch["x"] * jnp.arange(16.0)[:, None])
+
+    for recipe, devices in ((None, 4), (recipes.data_parallel(), 8)):
+        assert_equals_jit(step, recipe, devices, arguments())
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("place", [jax.lax.with_sharding_constraint, jax.sharding.reshard])
 def test_placements_inside_of_an_island_say_nothing(place):

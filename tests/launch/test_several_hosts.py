@@ -4,6 +4,7 @@ import signal
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from autopar.launch.placement import LOOPBACK, free_ports
@@ -12,8 +13,6 @@ from autopar.launch.rendezvous import (
     JOIN_S,
     enough,
     merged,
-    outcome_of,
-    outcome_text,
     placements,
 )
 from autopar.launch.restart_policy import Outcome, Policy, Stop
@@ -63,7 +62,7 @@ def test_a_host_that_somebody_ends_ends_all_unless_they_are_elastic():
 
 def test_an_outcome_is_read_as_it_was_written():
     outcome = ended(Stop.FAILED, code=9, stepped=True, is_cause=True)
-    assert outcome_of(outcome_text(outcome)) == outcome
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
 
 
 SCRIPT = """

@@ -3,19 +3,42 @@
 import os
 import threading
 
-from autopar.launch.supervisor import MOST_LINE_BYTES, LineSplitter, OutputOfProcess, Tagger, tagged
+from autopar.launch.supervisor import MOST_LINE_BYTES, OutputOfProcess, Tagger, tagged
+
+
+def written_of(*pieces: bytes) -> list[bytes]:
+    """What is written of a process that prints these pieces, one after the other."""
+    written: list[bytes] = []
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    tagger = Tagger(lambda to, data: written.append(data))
+    output = OutputOfProcess(0, os.fdopen(out, "rb"), os.fdopen(err, "rb"), tagger)
+    for piece in pieces:
+        os.write(out_end, piece)
+    for end in (out_end, err_end):
+        os.close(end)
+    output.join(5.0)
+    return written
 
 
 def test_pieces_become_lines():
-    splitter = LineSplitter()
-    assert list(splitter.lines(b"one\ntw")) == [b"one"]
-    assert list(splitter.lines(b"o\n\nthree")) == [b"two", b""]
-    assert list(splitter.end()) == [b"three"]
-    assert list(splitter.end()) == []
+    assert written_of(b"one\ntw", b"o\n\nthree") == [b"[0] one\n", b"[0] two\n", b"[0] \n", b"[0] three\n"]
+
+
+def test_a_line_comes_before_the_next_is_there():
+    came = threading.Event()
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    output = OutputOfProcess(0, os.fdopen(out, "rb"), os.fdopen(err, "rb"), Tagger(lambda to, data: came.set()))
+    os.write(out_end, b"one\ntw")
+    assert came.wait(5.0)
+    for end in (out_end, err_end):
+        os.close(end)
+    output.join(5.0)
 
 
 def test_a_line_without_end_is_written_in_parts():
-    assert [len(part) for part in LineSplitter().lines(b"x" * (2 * MOST_LINE_BYTES + 1))] == [MOST_LINE_BYTES] * 2
+    half = b"x" * (MOST_LINE_BYTES // 2)
+    parts = written_of(half, half, half)
+    assert [len(part) for part in parts] == [len(b"[0] \n") + MOST_LINE_BYTES, len(b"[0] \n") + MOST_LINE_BYTES // 2]
 
 
 def test_a_line_has_the_number_of_its_process():

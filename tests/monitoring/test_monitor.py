@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.errors import InvalidArgumentError
-from autopar.monitoring.goodput import RUNS_FILE, RunRecord, RunsFile, goodput
-from autopar.monitoring.monitor import Completion, StepCall, StepTimer, StepTimes, numbers_of, slow_lane, warning_text
+from autopar.monitoring.goodput import RUNS_FILE, Goodput, RunRecord, RunsFile, goodput
+from autopar.monitoring.monitor import Completion, MonitorRow, StepCall, StepTimer, numbers_of, slowness
 
 
 def step(params, batch):
@@ -23,6 +23,14 @@ def step(params, batch):
 def ended(step, ended_s, called_s=None, data_s=0.0, other_s=0.0):
     call = StepCall(step=step, called_s=called_s, data_s=data_s, other_s=other_s)
     return Completion(call=call, ended_s=ended_s, metrics={"loss": float(step)})
+
+
+def row_of(step_time_s, predicted_s, data_s, idle_s):
+    return MonitorRow(
+        step=1, metrics={}, step_time_s=step_time_s, predicted_s=predicted_s, examples_per_s=None, tokens_per_s=None,
+        mfu=None, memory_bytes=None, data_s=data_s, idle_s=idle_s,
+        goodput=Goodput(fraction=1.0, total_s=1.0, lost_s={}),
+    )  # fmt: skip
 
 
 def test_step_times_are_those_between_ends_without_interruption():
@@ -105,15 +113,21 @@ def test_a_file_of_another_kind_is_not_taken_for_runs(tmp_path):
     ],
 )
 def test_the_lane_of_a_slow_step(times, lane):
-    made = StepTimes(**dict(zip(("step_s", "predicted_s", "data_s", "idle_s"), times, strict=True)))
-    assert slow_lane(made) == lane
-    if lane is not None:
-        assert "2 s, 2 times the predicted 1 s" in warning_text(made, lane)
+    slow = slowness(row_of(*times))
+    assert (slow and slow[0]) == lane
+    if slow is not None:
+        assert "2 s, 2 times the predicted 1 s" in slow[1]
 
 
 def test_a_step_is_many_times_slower_in_plain_digits():
-    made = StepTimes(step_s=163.0, predicted_s=1.0, data_s=0.0, idle_s=0.1)
-    assert "163 s, 160 times the predicted 1 s" in warning_text(made, "devices")
+    lane, text = slowness(row_of(163.0, 1.0, 0.0, 0.1))
+    assert lane == "devices"
+    assert "163 s, 160 times the predicted 1 s" in text
+
+
+@pytest.mark.parametrize("times", [(None, 1.0, 0.0, None), (2.0, None, 0.0, 0.0)])
+def test_a_step_of_unknown_times_is_not_slow(times):
+    assert slowness(row_of(*times)) is None
 
 
 def test_scalars_of_metrics():

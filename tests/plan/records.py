@@ -44,8 +44,15 @@ def value(path: str, *, split: bool = False, stage: int = 0, kind: str = "state"
 def module(
     name: str, *, compute_s: float, send_s: float = 0.0, stage: int = 0, exposed_s: float | None = None
 ) -> ModuleRow:
+    """`exposed_s`: None for all of `send_s`."""
     sent = PredictedCollective(
-        kind="all-reduce", axes=("x",), module=name, count=2.0, sent_bytes=8.0 * KB, time_s=send_s, exposed_s=exposed_s
+        kind="all-reduce",
+        axes=("x",),
+        module=name,
+        count=2.0,
+        sent_bytes=8.0 * KB,
+        time_s=send_s,
+        exposed_s=send_s if exposed_s is None else exposed_s,
     )
     return ModuleRow(
         module=name,
@@ -82,6 +89,7 @@ def predicted(modules: tuple[ModuleRow, ...], **changes: Any) -> Predicted:
         collectives=tuple(c for row in modules for c in row.collectives),
         memory=(MEMORY,),
         product_time_s=3.0,
+        peak_rate_time_s=2.0,
     )
     return dataclasses.replace(made, **changes)
 
@@ -93,7 +101,7 @@ def program(layers: int = 2, **changes: Any) -> PlanRecord:
         for layer in range(layers)
         for row in (
             module(f"layer{layer}/attention", compute_s=1.0),
-            module(f"layer{layer}/mlp", compute_s=1.5, send_s=2.0),
+            module(f"layer{layer}/mlp", compute_s=1.5, send_s=2.0, exposed_s=1.5),
         )
     )
     made = PlanRecord(
@@ -125,6 +133,7 @@ def program(layers: int = 2, **changes: Any) -> PlanRecord:
             CandidateRecord(source="pipelines", text="", why="not searched"),
         ),
         notes=(),
+        least_step_time_s=0.0,
         axis_roles=(("tensor",),),
         timeline=Timeline(
             rows=("every device",),

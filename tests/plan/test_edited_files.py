@@ -73,26 +73,6 @@ def test_sealing_an_unchanged_plan_changes_nothing(saved, tmp_path):
     assert autopar.Plan.load(tmp_path / "plan.json").record == plan.record
 
 
-def test_a_file_without_what_was_recorded_later_is_loaded(saved, tmp_path):
-    plan, data = saved
-    content = json.loads(data)
-    later = {"measured", "stage", "course", "product_time_s", "exposed_s", "peak_rate_time_s"}
-
-    def older(tree: Json, inside: str = "") -> Json:
-        if isinstance(tree, dict):
-            kept = {name for name in tree if name not in later or (name == "stage" and inside != "modules")}
-            return {name: older(tree[name], name) for name in tree if name in kept}
-        return [older(item, inside) for item in tree] if isinstance(tree, list) else tree
-
-    content["plan"] = older(content["plan"])
-    assert content != json.loads(data)
-    (tmp_path / "plan.json").write_bytes(sealed(content))
-    loaded = autopar.Plan.load(tmp_path / "plan.json")
-    assert loaded.predicted.step_time_s == plan.predicted.step_time_s
-    assert loaded.predicted.product_time_s is None
-    works(loaded, plan, tmp_path)
-
-
 # Edits
 
 

@@ -60,7 +60,7 @@ def test_modules_that_are_alike_are_told_once():
     assert lines[at : at + 3] == [
         "layer*/mlp (4x), each: 3 operations, computes 1.5 s",
         '  matrix product forward: P(None, None) @ P(None, "x") -> P(None, "x")',
-        "  sends: 2 all-reduce over x, 8 kB a device, 2 s",
+        "  sends: 2 all-reduce over x, 8 kB a device, 2 s, 1.5 s of it exposed",
     ]
     rows = (module("layer0/mlp", compute_s=1.0), module("layer1/mlp", compute_s=2.0))
     lines = str(explanation(program(modules=rows), "mlp")).splitlines()

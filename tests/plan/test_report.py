@@ -83,7 +83,7 @@ RECORDS = {
     "pipeline": pipeline(),
     "stages": pipeline(layers=96, stages=12),
     "measured": program(measured=(MeasuredRecord(source="tune", name="step", unit="s", predicted=1.0, measured=2.0),)),
-    "bare": program(modules=(), arguments=(), candidates=(), memory_limit_bytes=None, axis_roles=()),
+    "bare": program(modules=(), arguments=(), candidates=(), memory_limit_bytes=None, axis_roles=(("",),)),
 }
 
 

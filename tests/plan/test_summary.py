@@ -69,14 +69,6 @@ def test_notes_on_the_screen_are_whole_where_there_is_room():
     assert f"note: {notes[0].strip()} note: another and 1 more notes: plan.table()" in text
 
 
-def test_parts_are_no_longer_than_the_step_where_collectives_that_are_combined_share_latencies():
-    record = program()
-    record = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, collective_time_s=6.5))
-    parts = {share.name: share.seconds for share in summary.shares(record)}
-    assert parts["exposed collectives"] == 5.0
-    assert sum(parts.values()) == record.predicted.step_time_s
-
-
 def test_the_parts_of_a_step_add_up_to_it():
     parts = {share.name: share.seconds for share in summary.shares(program())}
     assert parts == {
@@ -111,14 +103,6 @@ def test_products_of_eight_bits_count_at_the_peak_rate_of_eight_bits():
     plan = autopar.plan(step, {}, batch, cluster="dgx-h100:1", cache_dir=None)
     flops, cast = 2 * n**3, n**2  # a cast counts as the first of the largest products
     assert plan.predicted.peak_rate_time_s == pytest.approx((flops + cast) / 1979e12 + flops / 989e12)
-
-
-def test_a_file_without_the_time_of_products_says_less():
-    record = program()
-    older = dataclasses.replace(record, predicted=dataclasses.replace(record.predicted, product_time_s=None))
-    parts = {share.name: share.seconds for share in summary.shares(older)}
-    assert parts["computation below the peak rate"] == 3.0
-    assert "operations bound by memory" not in parts
 
 
 def test_layers_and_moments_are_one_row():

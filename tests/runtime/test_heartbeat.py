@@ -3,11 +3,11 @@ needed.
 """
 
 import atexit
-import dataclasses
 import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
 from autopar.common import jax_distributed
@@ -96,7 +96,7 @@ DONE = Sign(steps=4, joint=4, ended=4, last_ended_s=41.0, longest_s=1.0, still_s
 
 
 def changed(sign: Sign, **fields: object) -> Sign:
-    return dataclasses.replace(sign, **fields)
+    return msgspec.structs.replace(sign, **fields)
 
 
 def test_a_sign_is_read_as_it_was_written():

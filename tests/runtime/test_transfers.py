@@ -12,7 +12,7 @@ import pytest
 from autopar.ir.jax_sharding import named_sharding, submesh
 from autopar.ir.layout import Layout, LogicalMesh, enumerate_layouts, replicated
 from autopar.runtime.cross_mesh import End, Hop, common_grid, grid_of, refined, regrid, wire_layouts
-from autopar.runtime.transfers import Route, route, sender
+from autopar.runtime.transfers import Crossing, crosser, crossing
 
 MESHES = [LogicalMesh(axis_sizes=s) for s in ((1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2))]
 SHAPES = ((24, 16), (6, 4), (8,), (5,), (), (2, 3, 4))
@@ -141,11 +141,11 @@ def end(layout, mesh, first_device):
     return End(layout=layout, logical=mesh, mesh=devices, sharding=named_sharding(layout, devices))
 
 
-def elements_put(way: Route, shape):
-    """How many elements the puts of a route carry."""
-    if way.direct is not None:
-        return math.prod(way.direct.shard_shape(shape)) * way.direct.mesh.size
-    return sum(len(r.senders) * math.prod(r.put_to.shard_shape(r.shape)) for r in way.rounds)
+def elements_put(way: Crossing, shape):
+    """How many elements the puts of a crossing carry."""
+    if way.is_direct:
+        return math.prod(way.target.shard_shape(shape)) * way.target.mesh.size
+    return sum(len(leg.senders) * math.prod(leg.put_to.shard_shape(leg.shape)) for leg in way.legs)
 
 
 def check(arrived, array, sharding):
@@ -175,10 +175,10 @@ def test_numbers_stay_between_any_layouts(source_mesh, target_mesh):
             target = choice.choice(enumerate_layouts(shape, target_mesh))
             ends.append((end(source, source_mesh, 0), end(target, target_mesh, source_mesh.num_devices)))
             arrays.append(np.arange(math.prod(shape), dtype=np.float32).reshape(shape))
-    ways = [route(a.shape, *pair) for a, pair in zip(arrays, ends, strict=True)]
+    ways = [crossing(a.shape, a.dtype, *pair) for a, pair in zip(arrays, ends, strict=True)]
     held = [jax.device_put(a, source.sharding) for a, (source, _) in zip(arrays, ends, strict=True)]
     with jax.transfer_guard("disallow"):
-        arrived = jax.block_until_ready(sender(ways)(held))
+        arrived = jax.block_until_ready(crosser(ways)(held))
     for found, array, (_, target), way in zip(arrived, arrays, ends, ways, strict=True):
         check(found, array, target.sharding)
         most = max(layout.shards(target_mesh) for layout in finer(target.layout, array.shape, target_mesh))
@@ -190,9 +190,9 @@ def test_replicated_values_cross_once_and_are_gathered(sizes, other):
     source_mesh, target_mesh = LogicalMesh(axis_sizes=sizes), LogicalMesh(axis_sizes=other)
     array = np.arange(64, dtype=np.float32).reshape(16, 4)
     source, target = end(replicated(2), source_mesh, 0), end(replicated(2), target_mesh, 4)
-    way = route(array.shape, source, target)
+    way = crossing(array.shape, array.dtype, source, target)
     assert elements_put(way, array.shape) == array.size
-    (arrived,) = sender([way])([jax.device_put(array, source.sharding)])
+    (arrived,) = crosser([way])([jax.device_put(array, source.sharding)])
     check(arrived, array, target.sharding)
 
 
@@ -202,7 +202,7 @@ def test_the_same_axis_names_in_another_order_are_another_layout():
     source, target = end(Layout(((0,), (1,))), source_mesh, 0), end(Layout(((1,), (0,))), target_mesh, 4)
     assert source.sharding.spec == target.sharding.spec
     array = np.arange(16, dtype=np.float32).reshape(4, 4)
-    (arrived,) = sender([route(array.shape, source, target)])([jax.device_put(array, source.sharding)])
+    (arrived,) = crosser([crossing(array.shape, array.dtype, source, target)])([jax.device_put(array, source.sharding)])
     check(arrived, array, target.sharding)
 
 
@@ -210,7 +210,7 @@ def test_random_keys_cross():
     two, four = LogicalMesh(axis_sizes=(2,)), LogicalMesh(axis_sizes=(4,))
     keys = jax.random.split(jax.random.key(1), 8)
     source, target = end(Layout(((0,),)), two, 0), end(Layout(((0,),)), four, 2)
-    (arrived,) = sender([route((8,), source, target)])([jax.device_put(keys, source.sharding)])
+    (arrived,) = crosser([crossing((8,), keys.dtype, source, target)])([jax.device_put(keys, source.sharding)])
     assert arrived.sharding == target.sharding
     np.testing.assert_array_equal(jax.random.key_data(arrived), jax.random.key_data(keys))
 
@@ -223,7 +223,7 @@ def test_sending_waits_for_nothing(sizes, other):
     shape = (1024, 1024)
     leaves, arrives = wire_layouts(shape, source_mesh, target_mesh)
     source, target = end(leaves, source_mesh, 0), end(arrives, target_mesh, 4)
-    send = sender([route(shape, source, target)])
+    send = crosser([crossing(shape, np.float32, source, target)])
     compute = jax.jit(
         lambda x: jax.lax.fori_loop(0, 12, lambda _, y: jnp.tanh(y @ y), x), out_shardings=source.sharding
     )

@@ -1,0 +1,51 @@
+"""The loops and branches of JAX around other bodies than they were traced with: functions of lists of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.common.jax_compat import while_any, with_type
+
+Run = Callable[[list[Any]], Sequence[Any]]
+Typed = Callable[[Sequence[Any]], list[Any]]  # what is carried, of the types that it is carried in
+
+
+def like(avals: Sequence[Any]) -> Typed:
+    """Carried values with the weak types and dtypes of the traced loop (a literal has neither)."""
+    return lambda arrays: [
+        a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else with_type(a, aval)
+        for a, aval in zip(arrays, avals, strict=True)
+    ]
+
+
+def scan(run: Run, operands: Sequence[Any], counts: tuple[int, int], typed: Typed, **how: Any) -> list[Any]:
+    """The results of a scan, of so many constants and carried values. `how`: its length, `reverse` and `unroll`."""
+    k, n = counts[0], sum(counts)
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Sequence[Any]]:
+        outs = run([*operands[:k], *carry, *slices])
+        return typed(outs[: n - k]), outs[n - k :]
+
+    carry, stacked = jax.lax.scan(body, typed(operands[k:n]), list(operands[n:]), **how)
+    return [*carry, *stacked]
+
+
+def while_loop(condition: Run, body: Run, operands: Sequence[Any], counts: tuple[int, int], typed: Typed) -> list[Any]:
+    """The carried values behind a loop, of so many constants of its condition and its body (`while_any`)."""
+    k, n = counts[0], sum(counts)
+    return while_any(
+        lambda carry: condition([*operands[:k], *carry])[0],
+        lambda carry: typed(body([*operands[k:n], *carry])),
+        typed(operands[n:]),
+    )
+
+
+def cond(runs: Sequence[Run], operands: Sequence[Any], typed: Typed) -> list[Any]:
+    """The results of the branch that the first operand says, a number or a truth value."""
+    index, *rest = operands
+    branches = [lambda *args, run=run: typed(run([*args])) for run in runs]
+    return list(jax.lax.switch(index.astype(jnp.int32) if index.dtype == jnp.bool_ else index, branches, *rest))
