@@ -27,7 +27,22 @@ from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, read_by
 from autopar.ir.rewrite import params_of_part
 from autopar.kernels.local import runs_locally
-from autopar.sharding.rules import RuleBook, equation_key, with_rules
+from autopar.sharding.rules import RuleBook, equation_key, has_code, with_rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CutDims:
+    """`of[v]` are the dimensions of a value that are cut. Of the number of micro-batches they depend by one thing:
+    which of the `sizes` it divides.
+    """
+
+    of: dict[int, set[int]]
+    num_microbatches: int
+    sizes: frozenset[int]
+
+    def hold_in(self, num_microbatches: int) -> bool:
+        """Whether they are those of another number of micro-batches too."""
+        return all((n % num_microbatches == 0) == (n % self.num_microbatches == 0) for n in self.sizes)
 
 
 def cut_graph(
@@ -38,6 +53,12 @@ def cut_graph(
     `inputs_with_examples` are positions of inputs with examples, and the dimensions that count them.
     Raises: UnsupportedError for an operation that no change of sizes makes one on fewer examples.
     """
+    dims = cut_dims(whole, inputs_with_examples, num_microbatches, where)
+    return cut_along(whole, dims, num_microbatches, rules, where)
+
+
+def cut_dims(whole: OpGraph, inputs_with_examples: Mapping[int, int], num_microbatches: int, where: str) -> CutDims:
+    """The dimensions that `cut_graph` cuts. Raises: UnsupportedError for a size that cannot be divided."""
     cutter = _Cutter(whole, num_microbatches, where)
     inputs = {whole.block.inputs[position]: dim for position, dim in inputs_with_examples.items()}
     for v, dim in inputs.items():
@@ -45,6 +66,12 @@ def cut_graph(
     while cutter.spread(whole.block):
         pass
     cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
+    return CutDims(of=cutter.dims, num_microbatches=num_microbatches, sizes=frozenset(cutter.asked))
+
+
+def cut_along(whole: OpGraph, dims: CutDims, num_microbatches: int, rules: RuleBook, where: str) -> OpGraph:
+    """The graph on a micro-batch, by the dimensions that are cut. Raises: as `cut_graph`."""
+    cutter = _Cutter(whole, num_microbatches, where, dims.of)
     values = tuple(replace(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return dataclasses.replace(whole, values=values, block=with_rules(block, rules))
@@ -64,11 +91,16 @@ class _CutEquation:
 
 
 class _Cutter:
-    """`dims[v]` are the dimensions of a value that are cut."""
+    """`dims[v]` are the dimensions of a value that are cut; `asked` the sizes of which it was asked whether the number
+    of micro-batches divides them.
+    """
 
-    def __init__(self, whole: OpGraph, num_microbatches: int, where: str) -> None:
+    def __init__(
+        self, whole: OpGraph, num_microbatches: int, where: str, dims: dict[int, set[int]] | None = None
+    ) -> None:
         self.whole, self.num_microbatches, self.where = whole, num_microbatches, where
-        self.dims: dict[int, set[int]] = collections.defaultdict(set)
+        self.dims: dict[int, set[int]] = collections.defaultdict(set) if dims is None else dims
+        self.asked: set[int] = set()
         self._changed = False
         # By the id of an operation: how many dimensions around it were cut when it was last looked at. Dimensions are
         # only added, so that an equal number is an equal state, of which nothing new follows.
@@ -83,6 +115,11 @@ class _Cutter:
         return tuple(n // self.num_microbatches if d in self.dims[v] else n for d, n in enumerate(shape))
 
     # Which dimensions are cut
+
+    def _divides(self, size: int) -> bool:
+        """Whether the number of micro-batches divides a size."""
+        self.asked.add(size)
+        return size % self.num_microbatches == 0
 
     def spread(self, block: Block) -> bool:
         """Carries what is known about cut dimensions through all operations once; whether that was anything new."""
@@ -135,7 +172,7 @@ class _Cutter:
 
     def _cut(self, atom: Atom, dim: int) -> None:
         if isinstance(atom, int) and dim not in self.dims[atom]:
-            if self.whole.values[atom].shape[dim] % self.num_microbatches:
+            if not self._divides(self.whole.values[atom].shape[dim]):
                 raise self._refusal(None, f"{self.whole.values[atom].shape[dim]} in dimension {dim} of a value")
             self.dims[atom].add(dim)
             self._changed = True
@@ -157,7 +194,7 @@ class _Cutter:
         examples = []  # of each dimension that is cut: the factors that may be the one
         for atom, dim, factors in sorted(places, key=lambda place: len(place[2])):
             if isinstance(atom, int) and dim in self.dims[atom]:
-                divide = [f for f in factors if rule.factors[f].size % self.num_microbatches == 0]
+                divide = [f for f in factors if self._divides(rule.factors[f].size)]
                 examples.append(divide or list(factors[:1]))
         cut: set[int] = set()
         for divide in examples:
@@ -189,9 +226,7 @@ class _Cutter:
     def _equation(self, op: Op) -> Op:
         if runs_locally(op.eqn):
             raise self._refusal(op, "a kernel or an island")
-        # What is called is no part of the key.
-        has_code = any(callable(v) or hasattr(v, "eqns") for v in op.eqn.params.values())
-        code = id(op.eqn) if has_code else None
+        code = id(op.eqn) if has_code(op.eqn) else None
         cut_dims = tuple(tuple(sorted(self.dims.get(a, ()))) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
         known = op.key, code, cut_dims
         if known not in self._cut_equations:

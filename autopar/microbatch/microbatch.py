@@ -20,11 +20,12 @@ from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph, graph_of_body
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values, read_by
+from autopar.ir.kept import KeptWithGraphs
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import TYPE_CHANGES, Spec, collective_axes, is_island, island_of
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
-from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.cut_graph import CutDims, cut_along, cut_dims
 from autopar.microbatch.example_rules import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
 from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State, differs_by_trip
 from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
@@ -537,13 +538,13 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         return _per_microbatch(traced, whole, num_microbatches, rules)
     cut_error: UnsupportedError
     try:
-        part = _cut(traced, whole, num_microbatches, rules)
+        part, found = _cut(traced, whole, num_microbatches, rules)
     except UnsupportedError as error:
         cut_error, is_cut = error, False
     else:
         try:
-            found = _of_both(traced, whole, part, num_microbatches, rules)
-            return _with_all_in_loop(found, traced, whole, rules)
+            graph = _of_both(traced, whole, part, num_microbatches, rules, found)
+            return _with_all_in_loop(graph, traced, whole, rules)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error, is_cut = error, True
     try:
@@ -569,12 +570,43 @@ def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules:
     return found if works_on_all_at_once(by_trace, examples, batch) else by_trace
 
 
-def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a micro-batch, cut out of that of the whole batch. Raises: UnsupportedError."""
+# What is found in one number of micro-batches and holds in others.
+#
+# A search asks for the graph in several numbers. Which dimensions are cut depends on the number by what it divides
+# alone; the states of values, and with them the sections of operations, are the same where they are those of one
+# operation of each kind. What remains of each number is to write its sizes.
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first."""
+
+    dims: CutDims | None = None
+    states: ValueStates | None = None
+    sections: LoopSections | None = None
+
+    def keep(self, states: ValueStates, sections: LoopSections) -> None:
+        """Keeps them for other numbers, which have micro-batches of their own."""
+        sections.states = self.states = dataclasses.replace(states, part=states.whole)
+        self.sections = sections
+
+
+_found: KeptWithGraphs[_Found] = KeptWithGraphs()
+
+
+def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> tuple[OpGraph, _Found]:
+    """The graph of a micro-batch, cut out of that of the whole batch, and what is known of it by other numbers.
+
+    Raises: UnsupportedError.
+    """
     first = len(whole.block.inputs) - len(traced.in_avals)
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
-    part = cut_graph(whole, inputs, num_microbatches, rules, traced.name)
-    return mark_score_kernels(part)
+    found = _found.of(whole, tuple(inputs.items()), _Found)
+    if found.dims is None or not found.dims.hold_in(num_microbatches):
+        dims = cut_dims(whole, inputs, num_microbatches, traced.name)
+        found.dims, found.states, found.sections = dims, None, None
+    part = cut_along(whole, found.dims, num_microbatches, rules, traced.name)
+    return mark_score_kernels(part), found
 
 
 def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> tuple[TracedStep, OpGraph]:
@@ -594,12 +626,26 @@ def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> Unsupport
     )  # fmt: skip
 
 
-def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
+def _of_both(
+    traced: TracedStep,
+    whole: OpGraph,
+    part: OpGraph,
+    num_microbatches: int,
+    rules: RuleBook,
+    found: _Found | None = None,
+) -> OpGraph:
+    """The graph over micro-batches, of those of the whole batch and of a micro-batch, where this one is cut by what was
+    `found`. Raises: UnsupportedError.
+    """
     whole, part = split_known_results(*hoist_draws(whole, part))
     follower = Follower(whole, part, num_microbatches, body_states=body_states)
+    if found is not None and found.states is not None and found.sections is not None:
+        states = found.states.in_other_number(whole, part, follower)
+        if states is not None:
+            return _written(states, found.sections, follower, rules)
+        follower = Follower(whole, part, num_microbatches, body_states=body_states)
     try:
-        return _over_micro_batches(traced, whole, follower, rules)
+        return _over_micro_batches(traced, whole, follower, rules, found)
     except MixedExamplesError as error:
         blocks = math.lcm(*follower.wanted_blocks)
         if blocks == 1 or num_examples(traced) % (blocks * num_microbatches):
@@ -622,7 +668,7 @@ def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, r
             raise
         unlike = error
         try:
-            part = _cut(traced, whole, num_microbatches, rules)
+            part, _ = _cut(traced, whole, num_microbatches, rules)
         except UnsupportedError as cut_error:
             raise _neither(error, cut_error) from cut_error
     try:
@@ -654,16 +700,24 @@ def _accumulated(
     return dataclasses.replace(graph, per_microbatch=tuple(sorted(follower.mixing)), runs_of_examples=1)
 
 
-def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook) -> OpGraph:
-    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
-    num_microbatches = follower.num_microbatches
+def _over_micro_batches(
+    traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook, found: _Found | None = None
+) -> OpGraph:
+    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch. Keeps what it finds."""
     _check_same_operations(traced.name, whole.block, follower.part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     examples = {num_constants + i: dim for i, dim in example_leaves(traced).items()}
     states = find_states(whole, follower.part, follower, examples)
-    whole, part = states.whole, states.part
-    sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
-    writer = LoopWriter(whole, part, follower, states, sections)
+    sections = LoopSections(traced.name, states.whole, states, follower.num_microbatches)
+    graph = _written(states, sections, follower, rules)
+    if found is not None:
+        found.keep(states, sections)
+    return graph
+
+
+def _written(states: ValueStates, sections: LoopSections, follower: Follower, rules: RuleBook) -> OpGraph:
+    whole, num_microbatches = states.whole, follower.num_microbatches
+    writer = LoopWriter(whole, states.part, follower, states, sections)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
     block = with_rules(replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
     micro_batched_graph = dataclasses.replace(

@@ -7,7 +7,7 @@ sums, run in the loop. Operations that combine examples otherwise run after the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from autopar.microbatch.accumulation import shortest_name
 from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack
 from autopar.microbatch.hoist_draws import part_of_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy, is_number, is_work_on_examples, state_of
+from autopar.sharding.rules import has_code
 
 # A scan of the step as two: in the loop over micro-batches what works on examples, behind it what reads whole sums.
 #
@@ -130,6 +131,11 @@ class ValueStates:
 
     `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
     operands that an operation in the loop reads of the whole batch.
+
+    `different` are the positions of the operations of the top block of which no earlier one computes the same in the
+    whole batch and in a micro-batch, of operands in the same states: such an earlier one has results in the same
+    states. Where these hold in another number of micro-batches, so do all. Empty where that does not follow: scans with
+    a tail, and examples in blocks, whose states depend on what other operations read.
     """
 
     whole: OpGraph
@@ -137,6 +143,25 @@ class ValueStates:
     of: Mapping[int, State]
     passes: Mapping[int, int]
     whole_operands: Mapping[int, frozenset[int]]
+    different: tuple[int, ...] = ()
+
+    def in_other_number(self, whole: OpGraph, part: OpGraph, follower: Follower) -> ValueStates | None:
+        """The same states, if they are those of another number of micro-batches too, whose `whole` and `part` have the
+        same operations and the same dimensions cut.
+        """
+        if not self.different:
+            return None
+        finder = _StateFinder(whole, part, follower)
+        finder.states = dict(self.of)
+        for position in self.different:
+            op, of_part = whole.block.ops[position], part.block.ops[position]
+            try:
+                found = finder.results(op, of_part, may_defer=op.kind is OpKind.SCAN)
+            except MixedExamplesError:
+                return None
+            if follower.late or found != [self.of[v] for v in op.outputs]:
+                return None
+        return dataclasses.replace(self, whole=whole, part=part)
 
 
 def find_states(
@@ -160,6 +185,7 @@ class _StateFinder:
         self.tails: set[int] = set()  # scans of what was found to run behind the loop
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.read_in_loop: set[int] = set()  # values that operations in the loop read, cut as their states say
+        self.different: dict[Hashable, int] = {}  # of `ValueStates`, by what the states of results depend on
 
     def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
@@ -168,22 +194,38 @@ class _StateFinder:
                 self.states[v] = State(form=Form.SPLIT, dim=dim, outer=outer, early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
-        for op, part_op in zip(self.whole.block.ops, self.part.block.ops, strict=True):
+        for position, (op, part_op) in enumerate(zip(self.whole.block.ops, self.part.block.ops, strict=True)):
+            if op.kind is not OpKind.BARRIER:
+                self.different.setdefault(self._class_of(op, part_op), position)
             self._add(op, part_op, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
             dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
             for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
         )
+        follows = not self.tails and all(s.outer == 1 for s in self.states.values())
         return ValueStates(
-            whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands
-        )
+            whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands,
+            different=tuple(self.different.values()) if follows else (),
+        )  # fmt: skip
+
+    def _class_of(self, op: Op, part: Op) -> Hashable:
+        """Equal for equations whose results are in the same states."""
+        if op.kind is not OpKind.EQUATION:
+            return op.id
+        code = id(op.eqn) if has_code(op.eqn) else None
+        return op.key, part.key, code, op.role, *(state_of(a, self.states) for a in op.inputs)
+
+    def results(self, op: Op, part: Op, may_defer: bool) -> list[State]:
+        """The states of the results of an operation that is no barrier."""
+        states = [state_of(a, self.states) for a in op.inputs]
+        is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
+        self.follower.deferring, self.follower.late = may_defer and not is_early, {}
+        return self._results(op, part, states)
 
     def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
         """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
         states = [state_of(a, self.states) for a in op.inputs]
-        is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
-        self.follower.deferring, self.follower.late = may_defer and not is_early, {}
-        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
+        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self.results(op, part, may_defer)
         if op.outputs and op.outputs[0] in self.follower.late:
             late = self.follower.late
             try:
