@@ -534,24 +534,27 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
-    if traced.per_microbatch:
-        return _per_microbatch(traced, whole, num_microbatches, rules)
-    cut_error: UnsupportedError
-    try:
-        part, found = _cut(traced, whole, num_microbatches, rules)
-    except UnsupportedError as error:
-        cut_error, is_cut = error, False
-    else:
+    cut_error: UnsupportedError | None = None
+    is_cut = False
+    # What is held by a trace that another one differs from may be meant for the examples of the whole batch alone.
+    if not traced.per_microbatch or traced.is_pure():
         try:
+            part, found = _cut(traced, whole, num_microbatches, rules)
+            is_cut = True
             graph = _of_both(traced, whole, part, num_microbatches, rules, found)
             return _with_all_in_loop(graph, traced, whole, rules)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
-            cut_error, is_cut = error, True
+            cut_error = error
     try:
-        _, part = _traced_part(traced, num_microbatches, rules)
+        smaller, part = _traced_part(traced, num_microbatches, rules)
     except UnsupportedError as unlike:
-        raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
-    return _of_both(traced, whole, part, num_microbatches, rules)
+        raise _of_neither(traced, unlike, cut_error, is_cut) from None
+    try:
+        return _of_both(traced, whole, part, num_microbatches, rules)
+    except MixedExamplesError:
+        if not traced.per_microbatch:
+            raise
+    return _accumulated(traced, smaller, whole, num_microbatches, rules)
 
 
 def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules: RuleBook) -> OpGraph:
@@ -618,8 +621,16 @@ def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> 
     return smaller, build_graph(part, rules)
 
 
-def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> UnsupportedError:
-    """The error of a step that is neither like its trace on a micro-batch nor can be cut."""
+def _of_neither(
+    traced: TracedStep, unlike: UnsupportedError, cut_error: UnsupportedError | None, is_cut: bool
+) -> UnsupportedError:
+    """The error of a step that is unlike its trace on a micro-batch; `cut_error`: of the micro-batch that `is_cut`, or
+    that cannot be cut.
+    """
+    if cut_error is None or (traced.per_microbatch and isinstance(cut_error, MixedExamplesError)):
+        return unlike  # the literals of a micro-batch are those of its trace
+    if is_cut:
+        return cut_error
     return UnsupportedError(
         where=unlike.where, expected=unlike.expected, got=unlike.got,
         hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {cut_error.where}: {cut_error.got})",
@@ -656,27 +667,6 @@ def _of_both(
             return _over_micro_batches(traced, whole, in_blocks, rules)
         except UnsupportedError:
             raise error from None
-
-
-def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a step with named modules that may mix the examples of a micro-batch."""
-    unlike: UnsupportedError | None = None
-    try:
-        smaller, part = _traced_part(traced, num_microbatches, rules)
-    except UnsupportedError as error:
-        if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
-            raise
-        unlike = error
-        try:
-            part, _ = _cut(traced, whole, num_microbatches, rules)
-        except UnsupportedError as cut_error:
-            raise _neither(error, cut_error) from cut_error
-    try:
-        return _of_both(traced, whole, part, num_microbatches, rules)
-    except MixedExamplesError:
-        if unlike is not None:  # the literals of a micro-batch are those of its trace
-            raise unlike from None
-    return _accumulated(traced, smaller, whole, num_microbatches, rules)
 
 
 def _accumulated(

@@ -156,7 +156,7 @@ class ValueStates:
         for position in self.different:
             op, of_part = whole.block.ops[position], part.block.ops[position]
             try:
-                found = finder.results(op, of_part, may_defer=op.kind is OpKind.SCAN)
+                found = finder.results(op, of_part, finder.operands(op), may_defer=op.kind is OpKind.SCAN)
             except MixedExamplesError:
                 return None
             if follower.late or found != [self.of[v] for v in op.outputs]:
@@ -195,9 +195,10 @@ class _StateFinder:
             else:
                 self.states[v] = self.follower.by_shape(v)
         for position, (op, part_op) in enumerate(zip(self.whole.block.ops, self.part.block.ops, strict=True)):
+            states = self.operands(op)
             if op.kind is not OpKind.BARRIER:
-                self.different.setdefault(self._class_of(op, part_op), position)
-            self._add(op, part_op, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
+                self.different.setdefault(_class_of(op, part_op, states), position)
+            self._add(op, part_op, states, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
             dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
             for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
@@ -208,24 +209,18 @@ class _StateFinder:
             different=tuple(self.different.values()) if follows else (),
         )  # fmt: skip
 
-    def _class_of(self, op: Op, part: Op) -> Hashable:
-        """Equal for equations whose results are in the same states."""
-        if op.kind is not OpKind.EQUATION:
-            return op.id
-        code = id(op.eqn) if has_code(op.eqn) else None
-        return op.key, part.key, code, op.role, *(state_of(a, self.states) for a in op.inputs)
+    def operands(self, op: Op) -> list[State]:
+        return [state_of(a, self.states) for a in op.inputs]
 
-    def results(self, op: Op, part: Op, may_defer: bool) -> list[State]:
+    def results(self, op: Op, part: Op, states: list[State], may_defer: bool) -> list[State]:
         """The states of the results of an operation that is no barrier."""
-        states = [state_of(a, self.states) for a in op.inputs]
         is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
         self.follower.deferring, self.follower.late = may_defer and not is_early, {}
         return self._results(op, part, states)
 
-    def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
+    def _add(self, op: Op, part: Op, states: list[State], may_defer: bool = False) -> None:
         """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
-        states = [state_of(a, self.states) for a in op.inputs]
-        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self.results(op, part, may_defer)
+        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self.results(op, part, states, may_defer)
         if op.outputs and op.outputs[0] in self.follower.late:
             late = self.follower.late
             try:
@@ -236,7 +231,7 @@ class _StateFinder:
                 self._set_values()
                 self.tails.add(pairs[0][-1].id)
                 for scan, of_part in zip(*pairs, strict=True):
-                    self._add(scan, of_part)
+                    self._add(scan, of_part, self.operands(scan))
                 return
         self.states.update(zip(op.outputs, results, strict=True))
         for added, ops in zip((op, part), self.ops, strict=True):
@@ -408,6 +403,13 @@ class _StateFinder:
                 f"the state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
+
+
+def _class_of(op: Op, part: Op, states: Sequence[State]) -> Hashable:
+    """Equal for equations whose results are in the same states."""
+    if op.kind is not OpKind.EQUATION:
+        return op.id
+    return op.key, part.key, id(op.eqn) if has_code(op.eqn) else None, op.role, *states
 
 
 def _is_known(state: State) -> bool:
