@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ from autopar.microbatch.example_rules import BY_POSITION, COMBINES, SEVERAL, UNK
 from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State, differs_by_trip
 from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
+from autopar.microbatch.own_literals import Powers, own_powers, with_own_literals
 from autopar.microbatch.running_state import UpdateWriter, one_equation, scaling
 from autopar.microbatch.smaller_step import example_leaves, like_whole, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
@@ -543,6 +545,11 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
             is_cut = True
             graph = _of_both(traced, whole, part, num_microbatches, rules, found)
             return _with_all_in_loop(graph, traced, whole, rules)
+        except MixedExamplesError as error:
+            cut_error, traced = error, _traced_once(traced)
+            own = found.own_program(traced, part, num_microbatches, rules) if traced.per_microbatch else None
+            if own is not None:
+                return _accumulated(traced, own, whole, num_microbatches, rules)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error = error
     try:
@@ -554,7 +561,22 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     except MixedExamplesError:
         if not traced.per_microbatch:
             raise
-    return _accumulated(traced, smaller, whole, num_microbatches, rules)
+    examples = num_examples(traced) // num_microbatches
+    own = smaller if num_examples(smaller) == examples else smaller_step(traced, examples)  # its literals count
+    return _accumulated(traced, build_graph(own, rules), whole, num_microbatches, rules)
+
+
+def _traced_once(traced: TracedStep) -> TracedStep:
+    """The step, which is traced once on the same shapes."""
+    made: dict[Hashable, Any] = {}
+
+    def retrace(avals: Sequence[Any]) -> Any:
+        shapes = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        if shapes not in made:
+            made[shapes] = traced.retrace(avals)
+        return made[shapes]
+
+    return dataclasses.replace(traced, retrace=retrace)
 
 
 def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules: RuleBook) -> OpGraph:
@@ -582,16 +604,35 @@ def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules:
 
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first."""
+    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first. `powers`:
+    of the literals of a micro-batch's own program, as far as a number of `traced_in` micro-batches.
+    """
 
     dims: CutDims | None = None
     states: ValueStates | None = None
     sections: LoopSections | None = None
+    powers: Powers | None = None
+    traced_in: int = 1
 
     def keep(self, states: ValueStates, sections: LoopSections) -> None:
         """Keeps them for other numbers, which have micro-batches of their own."""
         sections.states = self.states = dataclasses.replace(states, part=states.whole)
         self.sections = sections
+
+    def own_program(self, traced: TracedStep, cut: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph | None:
+        """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals."""
+        if self.powers is not None and num_microbatches < self.traced_in:
+            return with_own_literals(cut, self.powers, num_microbatches)
+        try:
+            smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
+        except UnsupportedError:
+            return None  # which is said where its trace is compared with that of the whole batch
+        own = build_graph(smaller, rules)
+        powers = own_powers(cut, own, num_microbatches)
+        if powers is None or self.powers not in (None, powers):
+            return None
+        self.powers, self.traced_in = powers, max(self.traced_in, num_microbatches)
+        return own
 
 
 _found: KeptWithGraphs[_Found] = KeptWithGraphs()
@@ -607,7 +648,7 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     found = _found.of(whole, tuple(inputs.items()), _Found)
     if found.dims is None or not found.dims.hold_in(num_microbatches):
         dims = cut_dims(whole, inputs, num_microbatches, traced.name)
-        found.dims, found.states, found.sections = dims, None, None
+        found.dims, found.states, found.sections, found.powers, found.traced_in = dims, None, None, None, 1
     part = cut_along(whole, found.dims, num_microbatches, rules, traced.name)
     return mark_score_kernels(part), found
 
@@ -669,15 +710,10 @@ def _of_both(
             raise error from None
 
 
-def _accumulated(
-    traced: TracedStep, smaller: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
-) -> OpGraph:
-    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
+def _accumulated(traced: TracedStep, own: OpGraph, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
+    """The graph of a step whose named modules are taken per micro-batch, from the micro-batch's own program."""
     check_patterns(traced, whole)
-    examples = num_examples(traced) // num_microbatches
-    if num_examples(smaller) != examples:  # its literals count
-        smaller = smaller_step(traced, examples)
-    whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
+    whole, part = split_known_results(*hoist_draws(whole, own))
     follower = AccumulatingFollower(
         whole=whole,
         part=part,
