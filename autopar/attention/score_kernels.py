@@ -272,7 +272,7 @@ def _marked(
     between = [op for op in block.ops if _is_fused(op) and not found.isdisjoint((*op.outputs, *_read(op)))]
     orders = orders_of(between, block, values, found, joined)
     moved = _moved(block, values, found, constants, NO_ORDERS)
-    in_order = _moved(block, values, found, constants, orders)
+    in_order = _moved(block, values, found, constants, orders) if orders != NO_ORDERS else moved
     costs = dict(orders.costs)
     for op in between:
         cost = costs.get(op.id, OrderCost())
@@ -299,15 +299,14 @@ def _is_batched_product(op: Op) -> bool:
 def _found(block: Block, values: Sequence[Value], scores: frozenset[int]) -> tuple[set[int], DisjointSet]:
     """The values that are computed element by element of scores, or meet them so; and which of them belong together."""
     joined: DisjointSet = DisjointSet(scores)
-    for op in block.ops:
+    for op in filter(_is_fused, block.ops):
         for v in op.outputs:
-            joined.add(v)
-        if _is_fused(op):
-            for v in op.outputs:
-                for a in op.inputs:
-                    if isinstance(a, int) and values[a].size == values[v].size > 1:
-                        joined.add(a)
-                        joined.merge(a, v)
+            size = values[v].size
+            for a in op.inputs if size > 1 else ():
+                if isinstance(a, int) and values[a].size == size:
+                    joined.add(a)
+                    joined.add(v)
+                    joined.merge(a, v)
 
     def roots(atoms: Iterable[Atom]) -> set[int]:
         return {joined[a] for a in atoms if isinstance(a, int) and a in joined}

@@ -33,12 +33,14 @@ from autopar.sharding.rules import RuleBook, equation_key, has_code, with_rules
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CutDims:
     """`of[v]` are the dimensions of a value that are cut. Of the number of micro-batches they depend by one thing:
-    which of the `sizes` it divides.
+    which of the `sizes` it divides. `keys`: by the results of an equation, what it computes and is cut by; equal for
+    those that are the same on a micro-batch.
     """
 
     of: dict[int, set[int]]
     num_microbatches: int
     sizes: frozenset[int]
+    keys: dict[tuple[int, ...], tuple] = dataclasses.field(default_factory=dict)
 
     def hold_in(self, num_microbatches: int) -> bool:
         """Whether they are those of another number of micro-batches too."""
@@ -71,7 +73,7 @@ def cut_dims(whole: OpGraph, inputs_with_examples: Mapping[int, int], num_microb
 
 def cut_along(whole: OpGraph, dims: CutDims, num_microbatches: int, rules: RuleBook, where: str) -> OpGraph:
     """The graph on a micro-batch, by the dimensions that are cut. Raises: as `cut_graph`."""
-    cutter = _Cutter(whole, num_microbatches, where, dims.of)
+    cutter = _Cutter(whole, num_microbatches, where, dims.of, dims.keys)
     values = tuple(replace(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return dataclasses.replace(whole, values=values, block=with_rules(block, rules))
@@ -79,12 +81,12 @@ def cut_along(whole: OpGraph, dims: CutDims, num_microbatches: int, rules: RuleB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _CutEquation:
-    """An equation on fewer examples: the types of its operands and results, its parameters, its key, and its rule where
-    that is not the rule book's.
+    """An equation on fewer examples: its operands and results, its parameters, its key, and its rule where that is not
+    the rule book's.
     """
 
-    in_avals: tuple[Any, ...]
-    out_avals: tuple[Any, ...]
+    invars: list[Any]
+    outvars: list[Any]
     params: dict[str, Any]
     key: str
     rule: Rule | None
@@ -92,11 +94,16 @@ class _CutEquation:
 
 class _Cutter:
     """`dims[v]` are the dimensions of a value that are cut; `asked` the sizes of which it was asked whether the number
-    of micro-batches divides them.
+    of micro-batches divides them; `keys` as of `CutDims`.
     """
 
     def __init__(
-        self, whole: OpGraph, num_microbatches: int, where: str, dims: dict[int, set[int]] | None = None
+        self,
+        whole: OpGraph,
+        num_microbatches: int,
+        where: str,
+        dims: dict[int, set[int]] | None = None,
+        keys: dict[tuple[int, ...], tuple] | None = None,
     ) -> None:
         self.whole, self.num_microbatches, self.where = whole, num_microbatches, where
         self.dims: dict[int, set[int]] = collections.defaultdict(set) if dims is None else dims
@@ -107,7 +114,8 @@ class _Cutter:
         self._seen: dict[int, int] = {}
         # Operations of which several factors may be the one to cut, until what is around them has told.
         self._undecided: dict[int, Op] = {}
-        # By what an equation computes and which dimensions of its operands and results are cut: equal layers share it.
+        # Equal layers share what an equation computes and which dimensions of its operands and results are cut.
+        self.keys: dict[tuple[int, ...], tuple] = {} if keys is None else keys
         self._cut_equations: dict[tuple, _CutEquation] = {}
 
     def shape(self, v: int) -> tuple[int, ...]:
@@ -224,24 +232,23 @@ class _Cutter:
         return replace(block, ops=tuple(ops))
 
     def _equation(self, op: Op) -> Op:
-        if runs_locally(op.eqn):
-            raise self._refusal(op, "a kernel or an island")
-        code = id(op.eqn) if has_code(op.eqn) else None
-        cut_dims = tuple(tuple(sorted(self.dims.get(a, ()))) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
-        known = op.key, code, cut_dims
-        if known not in self._cut_equations:
-            self._cut_equations[known] = self._evaluated(op)
-        cut = self._cut_equations[known]
-        invars = [
-            type(v)(aval) if isinstance(a, int) else v
-            for a, v, aval in zip(op.inputs, op.eqn.invars, cut.in_avals, strict=True)
-        ]
-        outvars = [type(v)(aval) for v, aval in zip(op.eqn.outvars, cut.out_avals, strict=True)]
-        eqn = op.eqn.replace(invars=invars, outvars=outvars, params=cut.params)
+        key = self.keys.get(op.outputs)
+        if key is None:
+            code = id(op.eqn) if has_code(op.eqn) else None
+            atoms = (a for a in (*op.inputs, *op.outputs) if isinstance(a, int))
+            key = op.key, code, tuple(tuple(sorted(self.dims.get(a, ()))) for a in atoms)
+            if op.outputs:
+                self.keys[op.outputs] = key
+        if key not in self._cut_equations:
+            self._cut_equations[key] = self._evaluated(op)
+        cut = self._cut_equations[key]
+        eqn = op.eqn.replace(invars=cut.invars, outvars=cut.outvars, params=cut.params)
         return replace(op, eqn=eqn, key=cut.key, rule=cut.rule)
 
     def _evaluated(self, op: Op) -> _CutEquation:
         """An equation on the sizes of a micro-batch, evaluated abstractly. Raises: UnsupportedError."""
+        if runs_locally(op.eqn):
+            raise self._refusal(op, "a kernel or an island")
         invars = [
             jax_compat.variable_like(v, self.shape(a)) if isinstance(a, int) else v
             for a, v in zip(op.inputs, op.eqn.invars, strict=True)
@@ -257,9 +264,8 @@ class _Cutter:
             raise self._refusal(op, str(error).strip().split("\n")[0]) from error
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
-        in_avals, out_avals = tuple(v.aval for v in invars), tuple(v.aval for v in outvars)
         rule = ring.rule_of(eqn) if op.primitive in ring.PRIMITIVES else None
-        return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn), rule=rule)
+        return _CutEquation(invars=invars, outvars=outvars, params=eqn.params, key=equation_key(eqn), rule=rule)
 
     def _params(self, op: Op) -> dict[str, Any]:
         source = [a for a in op.inputs[:1] if isinstance(a, int)]

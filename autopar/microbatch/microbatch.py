@@ -32,7 +32,7 @@ from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State
 from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
 from autopar.microbatch.own_literals import Powers, own_powers, with_own_literals
-from autopar.microbatch.running_state import UpdateWriter, one_equation, scaling
+from autopar.microbatch.running_state import StateUpdates, UpdateWriter, one_equation, scaling
 from autopar.microbatch.smaller_step import example_leaves, like_whole, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook, with_rules
@@ -317,8 +317,10 @@ class LoopWriter:
         by_updates = [op.id in follower.updates.ops for op in whole.block.ops]
         readers = list(zip(by_updates, whole.block.ops, strict=True))
         self.read_by_updates = {v for updates, op in readers if updates for v in read_by(op)}
-        self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
-        self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
+        self.read_otherwise: set[int] = set()
+        if self.read_by_updates:
+            self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
+            self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
 
     def ops(self) -> tuple[Op, ...]:
         by_section: dict[Section, list[Op]] = {section: [] for section in Section}
@@ -455,6 +457,8 @@ class LoopWriter:
 
     def _with_shares(self, op: Op, repeated: Op) -> list[Op]:
         """An operation of a micro-batch, behind those that make the shares that it reads."""
+        if not self.follower.shares:
+            return [repeated]
         scalings, inputs = [], list(repeated.inputs)
         for i in sorted(self.follower.shares.get(op.outputs[0] if op.outputs else -1, ())):
             source, aval = inputs[i], repeated.eqn.invars[i].aval
@@ -549,7 +553,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
             cut_error, traced = error, _traced_once(traced)
             own = found.own_program(traced, part, num_microbatches, rules) if traced.per_microbatch else None
             if own is not None:
-                return _accumulated(traced, own, whole, num_microbatches, rules)
+                return _accumulated(traced, own, whole, num_microbatches, rules, found)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
             cut_error = error
     try:
@@ -602,22 +606,52 @@ def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules:
 # operation of each kind. What remains of each number is to write its sizes.
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Followed:
+    """What following the examples found. `updates` and `mixing` are those of the follower."""
+
+    states: ValueStates
+    sections: LoopSections
+    updates: StateUpdates
+    mixing: frozenset[str]
+
+
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first. `powers`:
-    of the literals of a micro-batch's own program, as far as a number of `traced_in` micro-batches.
+    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first. `followed`:
+    with the whole batch's literals (False), and with those of a micro-batch's own program, in gradient accumulation.
+    `powers`: of the latter, as far as a number of `traced_in` micro-batches.
     """
 
     dims: CutDims | None = None
-    states: ValueStates | None = None
-    sections: LoopSections | None = None
+    followed: dict[bool, _Followed] = dataclasses.field(default_factory=dict)
     powers: Powers | None = None
     traced_in: int = 1
 
-    def keep(self, states: ValueStates, sections: LoopSections) -> None:
-        """Keeps them for other numbers, which have micro-batches of their own."""
-        sections.states = self.states = dataclasses.replace(states, part=states.whole)
-        self.sections = sections
+    def along(self, dims: CutDims) -> None:
+        """Begins with other dimensions."""
+        self.dims, self.followed, self.powers, self.traced_in = dims, {}, None, 1
+
+    def keep(self, states: ValueStates, sections: LoopSections, follower: Follower) -> None:
+        """Keeps what was found for other numbers, which have micro-batches of their own."""
+        mixing = follower.mixing if isinstance(follower, AccumulatingFollower) else ()
+        sections.states = states = dataclasses.replace(states, part=states.whole)
+        self.followed[isinstance(follower, AccumulatingFollower)] = _Followed(
+            states=states, sections=sections, updates=follower.updates, mixing=frozenset(mixing)
+        )
+
+    def followed_by(self, whole: OpGraph, follower: Follower) -> tuple[ValueStates, LoopSections] | None:
+        """What was found with such a follower, where it holds in its number of micro-batches too."""
+        known = self.followed.get(isinstance(follower, AccumulatingFollower))
+        if known is None or known.updates != follower.updates:
+            return None
+        states = known.states.in_other_number(whole, follower.part, follower)
+        if states is None:
+            follower.begin_again()
+            return None
+        if isinstance(follower, AccumulatingFollower):
+            follower.mixing.update(known.mixing)
+        return states, known.sections
 
     def own_program(self, traced: TracedStep, cut: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph | None:
         """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals."""
@@ -647,8 +681,8 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
     found = _found.of(whole, tuple(inputs.items()), _Found)
     if found.dims is None or not found.dims.hold_in(num_microbatches):
-        dims = cut_dims(whole, inputs, num_microbatches, traced.name)
-        found.dims, found.states, found.sections, found.powers, found.traced_in = dims, None, None, None, 1
+        found.along(cut_dims(whole, inputs, num_microbatches, traced.name))
+    assert found.dims is not None, "they are found"
     part = cut_along(whole, found.dims, num_microbatches, rules, traced.name)
     return mark_score_kernels(part), found
 
@@ -691,11 +725,6 @@ def _of_both(
     """
     whole, part = split_known_results(*hoist_draws(whole, part))
     follower = Follower(whole, part, num_microbatches, body_states=body_states)
-    if found is not None and found.states is not None and found.sections is not None:
-        states = found.states.in_other_number(whole, part, follower)
-        if states is not None:
-            return _written(states, found.sections, follower, rules)
-        follower = Follower(whole, part, num_microbatches, body_states=body_states)
     try:
         return _over_micro_batches(traced, whole, follower, rules, found)
     except MixedExamplesError as error:
@@ -710,8 +739,17 @@ def _of_both(
             raise error from None
 
 
-def _accumulated(traced: TracedStep, own: OpGraph, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a step whose named modules are taken per micro-batch, from the micro-batch's own program."""
+def _accumulated(
+    traced: TracedStep,
+    own: OpGraph,
+    whole: OpGraph,
+    num_microbatches: int,
+    rules: RuleBook,
+    found: _Found | None = None,
+) -> OpGraph:
+    """The graph of a step whose named modules are taken per micro-batch, from the micro-batch's own program, where this
+    is the one that is cut by what was `found`, but for literals.
+    """
     check_patterns(traced, whole)
     whole, part = split_known_results(*hoist_draws(whole, own))
     follower = AccumulatingFollower(
@@ -721,7 +759,7 @@ def _accumulated(traced: TracedStep, own: OpGraph, whole: OpGraph, num_microbatc
         body_states=body_states,
         patterns=traced.per_microbatch,
     )
-    graph = _over_micro_batches(traced, whole, follower, rules)
+    graph = _over_micro_batches(traced, whole, follower, rules, found)
     # Which examples share a micro-batch matters: those that stand beside one another, as in a user's own loop.
     return dataclasses.replace(graph, per_microbatch=tuple(sorted(follower.mixing)), runs_of_examples=1)
 
@@ -729,15 +767,20 @@ def _accumulated(traced: TracedStep, own: OpGraph, whole: OpGraph, num_microbatc
 def _over_micro_batches(
     traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook, found: _Found | None = None
 ) -> OpGraph:
-    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch. Keeps what it finds."""
-    _check_same_operations(traced.name, whole.block, follower.part.block)
+    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch, by what was `found` in
+    another number of them where that holds.
+    """
+    if found is not None and (known := found.followed_by(whole, follower)) is not None:
+        return _written(*known, follower, rules)
+    if found is None:
+        _check_same_operations(traced.name, whole.block, follower.part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     examples = {num_constants + i: dim for i, dim in example_leaves(traced).items()}
     states = find_states(whole, follower.part, follower, examples)
     sections = LoopSections(traced.name, states.whole, states, follower.num_microbatches)
     graph = _written(states, sections, follower, rules)
     if found is not None:
-        found.keep(states, sections)
+        found.keep(states, sections, follower)
     return graph
 
 

@@ -319,6 +319,14 @@ class Follower:
         """Whether an operation must run for each micro-batch even where its result is known before."""
         return False
 
+    def begin_again(self) -> None:
+        """Forgets what was found on the way."""
+        self.runs, self.shares, self.late, self.wanted_blocks = 0, {}, {}, set()
+
+    def permission(self, op: Op) -> bool:
+        """Whether an operation may mix the examples of a micro-batch."""
+        return False
+
     def may_share(self, states: Sequence[State]) -> bool:
         """Whether a loop that reads such operands may read shares: one that can run only for each micro-batch."""
         return self.num_microbatches > 1 and any(s.form is Form.SPLIT for s in states)

@@ -19,9 +19,9 @@ from autopar.ir.graph import Block, Constant, Op, OpGraph, OpKind, values_of
 from autopar.microbatch.microbatch_analysis import same_code
 from autopar.sharding.rules import equation_key
 
-# By the id of an operation and the position of an operand: 1 for a literal that is multiplied by the number of micro-
-# batches, as a mean's factor is, -1 for one that is divided by it, as a number of examples is.
-Powers = Mapping[int, Mapping[int, int]]
+# By the results of an operation and the position of an operand: 1 for a literal that is multiplied by the number of
+# micro-batches, as a factor that makes a mean is, -1 for one that is divided by it, as a number of examples is.
+Powers = Mapping[tuple[int, ...], Mapping[int, int]]
 
 
 def own_powers(cut: OpGraph, own: OpGraph, num_microbatches: int) -> Powers | None:
@@ -31,14 +31,14 @@ def own_powers(cut: OpGraph, own: OpGraph, num_microbatches: int) -> Powers | No
         cut: Of a micro-batch, with the literals of the whole batch.
         own: Of the trace on a micro-batch.
     """
-    found: dict[int, dict[int, int]] = {}
+    found: dict[tuple[int, ...], dict[int, int]] = {}
     if not _are_alike(cut.block, own.block, num_microbatches, found):
         return None
     types = ([(v.shape, v.dtype) for v in map(graph.values.__getitem__, values_of(cut.block))] for graph in (cut, own))
     return found if next(types) == next(types) else None
 
 
-def _are_alike(block: Block, own: Block, num_microbatches: int, found: dict[int, dict[int, int]]) -> bool:
+def _are_alike(block: Block, own: Block, num_microbatches: int, found: dict[tuple[int, ...], dict[int, int]]) -> bool:
     if block.inputs != own.inputs or len(block.ops) != len(own.ops):
         return False
     if not _are_same_atoms(block.outputs, own.outputs):
@@ -51,8 +51,10 @@ def _are_alike(block: Block, own: Block, num_microbatches: int, found: dict[int,
                 if power is None:
                     return False
                 powers[i] = power
+        if powers and not op.outputs:
+            return False
         if powers:
-            found[op.id] = powers
+            found[op.outputs] = powers
         expected = _with_powers(op, powers, num_microbatches)
         if expected is None or not _is_same(expected, other):
             return False
@@ -131,7 +133,7 @@ def with_own_literals(cut: OpGraph, powers: Powers, num_microbatches: int) -> Op
 def _block_with(block: Block, powers: Powers, num_microbatches: int) -> Block | None:
     ops = []
     for op in block.ops:
-        made = _with_powers(op, powers.get(op.id, {}), num_microbatches)
+        made = _with_powers(op, powers.get(op.outputs, {}), num_microbatches)
         inner = [_block_with(b, powers, num_microbatches) for b in op.blocks]
         if made is None or None in inner:
             return None

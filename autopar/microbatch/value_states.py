@@ -17,7 +17,7 @@ from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
 from autopar.microbatch.accumulation import shortest_name
-from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack
+from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack, with_weights_of
 from autopar.microbatch.hoist_draws import part_of_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy, is_number, is_work_on_examples, state_of
 from autopar.sharding.rules import has_code
@@ -143,25 +143,27 @@ class ValueStates:
     of: Mapping[int, State]
     passes: Mapping[int, int]
     whole_operands: Mapping[int, frozenset[int]]
+    num_microbatches: int
     different: tuple[int, ...] = ()
 
     def in_other_number(self, whole: OpGraph, part: OpGraph, follower: Follower) -> ValueStates | None:
         """The same states, if they are those of another number of micro-batches too, whose `whole` and `part` have the
         same operations and the same dimensions cut.
         """
-        if not self.different:
+        of = with_weights_of(self.of, self.num_microbatches, follower.num_microbatches) if self.different else None
+        if of is None:
             return None
         finder = _StateFinder(whole, part, follower)
-        finder.states = dict(self.of)
+        finder.states = dict(of)
         for position in self.different:
             op, of_part = whole.block.ops[position], part.block.ops[position]
             try:
                 found = finder.results(op, of_part, finder.operands(op), may_defer=op.kind is OpKind.SCAN)
             except MixedExamplesError:
                 return None
-            if follower.late or found != [self.of[v] for v in op.outputs]:
+            if follower.late or found != [of[v] for v in op.outputs]:
                 return None
-        return dataclasses.replace(self, whole=whole, part=part)
+        return dataclasses.replace(self, whole=whole, part=part, of=of, num_microbatches=follower.num_microbatches)
 
 
 def find_states(
@@ -197,7 +199,7 @@ class _StateFinder:
         for position, (op, part_op) in enumerate(zip(self.whole.block.ops, self.part.block.ops, strict=True)):
             states = self.operands(op)
             if op.kind is not OpKind.BARRIER:
-                self.different.setdefault(_class_of(op, part_op, states), position)
+                self.different.setdefault(self._class_of(op, part_op, states), position)
             self._add(op, part_op, states, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
             dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
@@ -206,8 +208,16 @@ class _StateFinder:
         follows = not self.tails and all(s.outer == 1 for s in self.states.values())
         return ValueStates(
             whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands,
-            different=tuple(self.different.values()) if follows else (),
+            num_microbatches=self.num_microbatches, different=tuple(self.different.values()) if follows else (),
         )  # fmt: skip
+
+    def _class_of(self, op: Op, part: Op, states: Sequence[State]) -> Hashable:
+        """Equal for equations whose results are in the same states."""
+        if op.kind is not OpKind.EQUATION or op.id in self.follower.updates.ops:
+            return op.outputs
+        code = id(op.eqn) if has_code(op.eqn) else None
+        permission = self.follower.permission(op)
+        return op.key, part.key, code, _arguments(op), _arguments(part), op.role, permission, *states
 
     def operands(self, op: Op) -> list[State]:
         return [state_of(a, self.states) for a in op.inputs]
@@ -405,11 +415,13 @@ class _StateFinder:
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
 
 
-def _class_of(op: Op, part: Op, states: Sequence[State]) -> Hashable:
-    """Equal for equations whose results are in the same states."""
-    if op.kind is not OpKind.EQUATION:
-        return op.id
-    return op.key, part.key, id(op.eqn) if has_code(op.eqn) else None, op.role, *states
+def _arguments(op: Op) -> tuple[Hashable, ...]:
+    """The literals that an equation of a called function is given, which its key does not have."""
+    return tuple(
+        a.content
+        for a, v in zip(op.inputs, op.eqn.invars, strict=True)
+        if not isinstance(a, int) and not isinstance(v, jax_compat.Literal)
+    )
 
 
 def _is_known(state: State) -> bool:
