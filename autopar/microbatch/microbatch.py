@@ -313,6 +313,7 @@ class LoopWriter:
         self.whole, self.part, self.follower, self.states, self.sections = whole, part, follower, states, sections
         self.values: list[Value] = list(whole.values)
         self.micro: dict[int, int] = {}
+        self.scalings: dict[Hashable, Op] = {}  # by what they multiply, and with what
         self.update_writer = UpdateWriter(follower.updates, self.values, follower.num_microbatches)
         by_updates = [op.id in follower.updates.ops for op in whole.block.ops]
         readers = list(zip(by_updates, whole.block.ops, strict=True))
@@ -430,7 +431,23 @@ class LoopWriter:
             eqn=None, inputs=(self.micro[v],), outputs=(joined,), rule=None, role=maker.role, module=maker.module,
             count=maker.count if sums else 1.0, section=maker.section if sums else Section.AFTER, dim=s.dim,
         )  # fmt: skip
-        return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
+        return [crossing] if joined == v else [crossing, self._scaling(joined, v, self.whole.values[v], weight, maker)]
+
+    def _scaling(
+        self, source: Atom, target: int, value: Value, weight: float, like: Op, section: Section = Section.AFTER
+    ) -> Op:
+        """`scaling`, of which equal values share the equation."""
+        kind = value.shape, value.dtype, value.weak_type, weight
+        if isinstance(source, int) and kind in self.scalings:
+            inputs = tuple(source if isinstance(a, int) else a for a in self.scalings[kind].inputs)
+            return replace(
+                self.scalings[kind], inputs=inputs, outputs=(target,), role=like.role, module=like.module,
+                section=section,
+            )  # fmt: skip
+        made = scaling(source, target, value, weight, like, section)
+        if isinstance(source, int):
+            self.scalings[kind] = made
+        return made
 
     def _new_value(self, like: Value) -> int:
         self.values.append(replace(like, id=len(self.values), name=""))
@@ -466,7 +483,7 @@ class LoopWriter:
                 0, tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize, weak_type=aval.weak_type
             )  # fmt: skip
             inputs[i] = share = self._new_value(like)
-            made = scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
+            made = self._scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
             scalings.append(replace(made, count=repeated.count))
         return [*scalings, replace(repeated, inputs=tuple(inputs))] if scalings else [repeated]
 

@@ -7,6 +7,7 @@ sums, run in the loop. Operations that combine examples otherwise run after the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 
 from msgspec.structs import replace
@@ -180,7 +181,6 @@ class _StateFinder:
     def __init__(self, whole: OpGraph, part: OpGraph, follower: Follower) -> None:
         self.whole, self.part, self.follower = whole, part, follower
         self.num_microbatches = follower.num_microbatches
-        self.fresh = Fresh(whole), Fresh(part)  # the values of both graphs
         self.ops: tuple[list[Op], list[Op]] = ([], [])
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
@@ -188,6 +188,11 @@ class _StateFinder:
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.read_in_loop: set[int] = set()  # values that operations in the loop read, cut as their states say
         self.different: dict[Hashable, int] = {}  # of `ValueStates`, by what the states of results depend on
+
+    @functools.cached_property
+    def fresh(self) -> tuple[Fresh, Fresh]:
+        """The values of both graphs."""
+        return Fresh(self.whole), Fresh(self.part)
 
     def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
