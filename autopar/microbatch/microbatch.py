@@ -678,12 +678,11 @@ class _Found:
             smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
         except UnsupportedError:
             return None  # which is said where its trace is compared with that of the whole batch
-        own = build_graph(smaller, rules)
-        powers = own_powers(cut, own, num_microbatches)
+        powers = own_powers(cut, build_graph(smaller, rules), num_microbatches)
         if powers is None or self.powers not in (None, powers):
             return None
         self.powers, self.traced_in = powers, max(self.traced_in, num_microbatches)
-        return own
+        return with_own_literals(cut, powers, num_microbatches)
 
 
 _found: KeptWithGraphs[_Found] = KeptWithGraphs()
