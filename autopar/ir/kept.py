@@ -17,6 +17,9 @@ class KeptWithGraphs(Generic[Found]):
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Block], Sequence[Value], Hashable, Found]] = {}
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def of(self, graph: OpGraph, key: Hashable, find: Callable[[], Found]) -> Found:
         """What is kept of a graph and this key; `find` finds it."""
         number, known = id(graph.block), self._of.get(id(graph.block))
