@@ -143,13 +143,15 @@ def join(op: Op, first: State, second: State) -> State:
 
 def with_weights_of(states: Mapping[int, State], before: int, number: int) -> Mapping[int, State] | None:
     """States in another number of micro-batches than `before`: weights are powers of it. None where one is none."""
-    weights = {s.weight for s in states.values()} - {None, 1.0}
-    if not weights:
+    powers: dict[float | None, float] = {
+        float(before) ** p: float(number) ** p for p in range(-_MOST_POWERS, _MOST_POWERS + 1) if p
+    }
+    others = {s.weight for s in states.values()} - {None, 1.0}
+    if not others:
         return states
-    powers = {float(before) ** p: float(number) ** p for p in range(-_MOST_POWERS, _MOST_POWERS + 1)}
-    if not weights <= powers.keys():
+    if not others <= powers.keys():
         return None
-    return {v: replace(s, weight=powers[s.weight]) if s.weight in weights else s for v, s in states.items()}
+    return {v: replace(s, weight=powers[s.weight]) if s.weight in others else s for v, s in states.items()}
 
 
 def _join_weights(op: Op, first: State, second: State) -> float | None:

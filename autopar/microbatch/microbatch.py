@@ -583,8 +583,9 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
         if not traced.per_microbatch:
             raise
     examples = num_examples(traced) // num_microbatches
-    own = smaller if num_examples(smaller) == examples else smaller_step(traced, examples)  # its literals count
-    return _accumulated(traced, build_graph(own, rules), whole, num_microbatches, rules)
+    if num_examples(smaller) != examples:  # its literals count
+        smaller = smaller_step(traced, examples)
+    return _accumulated(traced, build_graph(smaller, rules), whole, num_microbatches, rules)
 
 
 def _traced_once(traced: TracedStep) -> TracedStep:

@@ -113,7 +113,8 @@ def _with_powers(op: Op, powers: Mapping[int, int], num_microbatches: int) -> Op
         return op
     inputs, invars = list(op.inputs), list(op.eqn.invars)
     for i, power in powers.items():
-        scaled = _scaled(op.inputs[i], power, num_microbatches)
+        literal = op.inputs[i]
+        scaled = None if isinstance(literal, int) else _scaled(literal, power, num_microbatches)
         if scaled is None:
             return None
         inputs[i] = scaled

@@ -12,15 +12,18 @@ from autopar.frontend.tracing import trace
 from autopar.ir.graph import Constant
 from autopar.ir.kept import KeptWithGraphs
 from autopar.microbatch import microbatch
-from autopar.microbatch.cut_graph import CutDims
-from autopar.microbatch.forms import Form, State
+from autopar.microbatch.cut_graph import CutDims, cut_graph
+from autopar.microbatch.forms import Form, State, with_weights_of
 from autopar.microbatch.microbatch import micro_batched
-from autopar.microbatch.value_states import ValueStates
+from autopar.microbatch.microbatch_analysis import Follower
+from autopar.microbatch.smaller_step import example_leaves
+from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from tests import small_steps
 
 RULES = RuleBook()
+NAMES = ("first", "second", "third")
 
 
 def traced(step, state, batch, patterns=()):
@@ -103,15 +106,46 @@ def test_a_number_that_is_refused_is_refused_behind_others():
     assert told[0] == told[1]
 
 
+def test_states_hold_in_another_number_if_each_kind_of_operation_has_them():
+    t = mlp()
+    whole = build_graph(t, RULES)
+    inputs = {len(whole.block.inputs) - len(t.in_avals) + i: dim for i, dim in example_leaves(t).items()}
+
+    def follower(number):
+        part = cut_graph(whole, inputs, number, RULES, t.name)
+        return Follower(whole, part, number, body_states=microbatch.body_states)
+
+    states = find_states(whole, follower(2).part, follower(2), inputs)
+    assert 0 < len(states.different) < len(whole.block.ops)
+    other = follower(4)
+    assert states.in_other_number(whole, other.part, other).of == states.of
+    made = next(op.outputs[0] for op in whole.block.ops if states.of[op.outputs[0]].form is Form.SPLIT)
+    wrong = dataclasses.replace(states, of={**states.of, made: State(form=Form.INVARIANT)})
+    assert wrong.in_other_number(whole, other.part, follower(4)) is None
+
+
+def test_weights_are_powers_of_the_number():
+    states = {
+        0: State(form=Form.PARTIAL_SUM, weight=0.5),
+        1: State(form=Form.SPLIT),
+        2: State(form=Form.OWN, weight=4.0),
+    }
+    assert [s.weight for s in with_weights_of(states, 2, 8).values()] == [0.125, 1.0, 64.0]
+    assert with_weights_of({0: State(form=Form.PARTIAL_SUM, weight=0.3)}, 2, 8) is None
+    unknown = {0: State(form=Form.OWN, weight=None)}
+    assert with_weights_of(unknown, 2, 8) == unknown
+
+
 def test_states_that_do_not_hold_are_found_anew(monkeypatch):
     t = mlp()
     whole = build_graph(t, RULES)
     micro_batched(t, 2, RULES, whole)
     expected = spelled(micro_batched(t, 4, RULES))
     # As if an operation had results in other states in this number, once the follower has seen some of them.
-    odd = State(form=Form.SPLIT, dim=0)
-    monkeypatch.setattr(ValueStates, "in_other_number", lambda states, whole, part, follower: follower.cuts(0, odd))
-    assert spelled(micro_batched(t, 4, RULES, whole)) == expected
+    monkeypatch.setattr(ValueStates, "in_other_number", lambda *args: setattr(args[-1], "runs", 1))
+    graph = micro_batched(t, 4, RULES, whole)
+    assert spelled(graph) == expected
+    assert graph.runs_of_examples > 1
 
 
 def scaled_step(least, calls):
@@ -143,6 +177,23 @@ def test_a_micro_batch_is_traced_in_no_number_between_others():
     for number, graph in graphs.items():
         assert graph.per_microbatch == ("scaled",)
         assert spelled(graph) == spelled(micro_batched(t, number, RULES))
+
+
+def test_all_modules_that_mix_are_named_in_other_numbers():
+    def step(params, x):
+        def loss(params):
+            h = jnp.tanh(x @ params)
+            for name in NAMES:
+                with jax.named_scope(name):
+                    h = h / jnp.max(jnp.abs(jax.lax.stop_gradient(h)))
+            return h.mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    t = traced(step, jnp.ones((5, 3)), jnp.ones((32, 5)), NAMES)
+    whole = build_graph(t, RULES)
+    assert [micro_batched(t, n, RULES, whole).per_microbatch for n in (8, 4)] == [tuple(sorted(NAMES))] * 2
 
 
 @pytest.mark.parametrize("numbers", [(2, 4, 8, 16), (16, 8, 4, 2)])
