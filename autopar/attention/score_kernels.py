@@ -66,6 +66,11 @@ def orders_of(
     order = {v: tuple(range(sum(n > 1 for n in values[v].shape))) for v in scores.values()}
     _spread(order, ops, values)
     costs: dict[int, OrderCost] = {}
+    readers = _Readers.of(ops, block)
+    together: dict[object, list[int]] = {}  # values of one attention that have an order
+    for v in found:
+        if v in order:
+            together.setdefault(joined[v], []).append(v)
     for op in products:
         (made,) = op.outputs
         first = scores[joined[made]]
@@ -74,10 +79,10 @@ def orders_of(
         wanted = order[first]
         if wanted[-1:] != order[made][-1:]:
             last = min(_width(lying[-1], first, values) for lying in (wanted, order[made]))
-            meeting = _where_it_meets(made, ops, block)
+            meeting = _where_it_meets(made, readers)
             costs[op.id] = OrderCost(copied_itemsize=values[meeting].itemsize, in_tiles=last >= _LEAST_OF_TILES)
-            together = {v for v in found if joined[v] == joined[made]}
-            costs |= _weights_beside(op, ops, block, values, {v: order[v] for v in together if v in order}, wanted)
+            of_attention = {v: order[v] for v in together[joined[made]]}
+            costs |= _weights_beside(op, ops, block, values, of_attention, wanted)
     columns = {
         op.id
         for op in ops
@@ -181,14 +186,28 @@ def _weights_beside(
     return costs | {ends[0]: OrderCost(beside_itemsize=values[weights[0][1]].itemsize)}
 
 
-def _where_it_meets(made: int, ops: Sequence[Op], block: Block) -> int:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Readers:
+    """Of each value of a block how many operations read it, and the last elementwise one; and what leaves the block."""
+
+    count: Mapping[int, int]
+    elementwise: Mapping[int, Op]
+    handed_on: frozenset[int]
+
+    @staticmethod
+    def of(ops: Sequence[Op], block: Block) -> _Readers:
+        return _Readers(
+            count=Counter(a for op in block.ops for a in {a for a in op.inputs if isinstance(a, int)}),
+            elementwise={a: op for op in ops for a in op.inputs if isinstance(a, int)},
+            handed_on=frozenset(a for a in block.outputs if isinstance(a, int)),
+        )
+
+
+def _where_it_meets(made: int, readers: _Readers) -> int:
     """The value, computed of this one alone, that other values or several readers meet."""
-    readers = Counter(a for op in block.ops for a in {a for a in op.inputs if isinstance(a, int)})
-    reading = {a: op for op in ops for a in op.inputs if isinstance(a, int)}
-    handed_on = {a for a in block.outputs if isinstance(a, int)}
     value = made
-    while readers[value] == 1 and value not in handed_on and value in reading:
-        op = reading[value]
+    while readers.count[value] == 1 and value not in readers.handed_on and value in readers.elementwise:
+        op = readers.elementwise[value]
         if "axes" in op.eqn.params or sum(isinstance(a, int) for a in op.inputs) > 1:
             break
         (value,) = op.outputs
@@ -253,7 +272,7 @@ def _marked(
     between = [op for op in block.ops if _is_fused(op) and not found.isdisjoint((*op.outputs, *_read(op)))]
     orders = orders_of(between, block, values, found, joined)
     moved = _moved(block, values, found, constants, NO_ORDERS)
-    in_order = _moved(block, values, found, constants, orders)
+    in_order = _moved(block, values, found, constants, orders) if orders != NO_ORDERS else moved
     costs = dict(orders.costs)
     for op in between:
         cost = costs.get(op.id, OrderCost())
@@ -280,15 +299,14 @@ def _is_batched_product(op: Op) -> bool:
 def _found(block: Block, values: Sequence[Value], scores: frozenset[int]) -> tuple[set[int], DisjointSet]:
     """The values that are computed element by element of scores, or meet them so; and which of them belong together."""
     joined: DisjointSet = DisjointSet(scores)
-    for op in block.ops:
+    for op in filter(_is_fused, block.ops):
         for v in op.outputs:
-            joined.add(v)
-        if _is_fused(op):
-            for v in op.outputs:
-                for a in op.inputs:
-                    if isinstance(a, int) and values[a].size == values[v].size > 1:
-                        joined.add(a)
-                        joined.merge(a, v)
+            size = values[v].size
+            for a in op.inputs if size > 1 else ():
+                if isinstance(a, int) and values[a].size == size:
+                    joined.add(a)
+                    joined.add(v)
+                    joined.merge(a, v)
 
     def roots(atoms: Iterable[Atom]) -> set[int]:
         return {joined[a] for a in atoms if isinstance(a, int) and a in joined}

@@ -21,7 +21,6 @@ twelve steps of one or few operations.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -29,6 +28,7 @@ from autopar.cost.roofline import is_fusible
 from autopar.cost.xla_fusion import SLICE, STACK, written_values
 from autopar.cost.xla_program import ALIASES, BARRIER, REDUCTIONS, Compiler, MemoryStep, kind_of, reduces_last
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Value, read_by, scaled_by_one_number
+from autopar.ir.kept import KeptWithGraphs
 from autopar.ir.primitives import MATRIX_PRODUCTS
 
 _NONE: frozenset[int] = frozenset()
@@ -52,21 +52,18 @@ class Traffic:
 NO_TRAFFIC = Traffic()
 
 
-# A graph is laid over many meshes: what was found for it, as long as it lives.
-_known: dict[int, tuple[weakref.ref[Block], Sequence[Value], Compiler, Mapping[int, Traffic]]] = {}
+_known: KeptWithGraphs[Mapping[int, Traffic]] = KeptWithGraphs()  # a graph is laid over many meshes
 
 
 def kernel_traffic(graph: OpGraph, compiler: Compiler) -> Mapping[int, Traffic]:
     """By the numbers of operations; those without any are left out."""
-    number, known = id(graph.block), _known.get(id(graph.block))
-    if known is not None and known[0]() is graph.block and known[1] is graph.values and known[2] == compiler:
-        return known[3]
+    return _known.of(graph, compiler, lambda: _found(graph, compiler))
+
+
+def _found(graph: OpGraph, compiler: Compiler) -> Mapping[int, Traffic]:
     found: dict[int, Traffic] = defaultdict(Traffic)
     _of_block(graph.block, graph.values, compiler, (None, len(graph.block.outputs)), found)
-    made = dict(found)
-    block = weakref.ref(graph.block, lambda _: _known.pop(number, None))
-    _known[number] = block, graph.values, compiler, made
-    return made
+    return dict(found)
 
 
 def is_in_kernels(op: Op) -> bool:

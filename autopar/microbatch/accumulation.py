@@ -58,25 +58,32 @@ class AccumulatingFollower(Follower):
 
     patterns: tuple[str, ...]
     mixing: set[str] = dataclasses.field(default_factory=set)
+    _permitted: dict[str, bool] = dataclasses.field(default_factory=dict)  # by module
 
     def __post_init__(self) -> None:
-        self.updates = state_updates(self.whole, self.part, self.permits)
-        check_updates(self.whole, self.updates, self.permits)
+        self.updates = state_updates(self.whole, self.part, self.permission)
+        check_updates(self.whole, self.updates, self.permission)
 
-    def permits(self, op: Op) -> bool:
-        return any(names_module(pattern, op.module) for pattern in self.patterns)
+    def begin_again(self) -> None:
+        Follower.begin_again(self)
+        self.mixing.clear()
+
+    def permission(self, op: Op) -> bool:
+        if op.module not in self._permitted:
+            self._permitted[op.module] = any(names_module(pattern, op.module) for pattern in self.patterns)
+        return self._permitted[op.module]
 
     def stays_in_loop(self, op: Op, part: Op, states: Sequence[State]) -> bool:
         """A micro-batch's own literals count there, and what is permitted reads the examples of a micro-batch."""
         reads_examples = any(s.form is not Form.INVARIANT for s in states)
-        return bool(_unlike_constants(op, part)) or (reads_examples and self.permits(op))
+        return bool(_unlike_constants(op, part)) or (reads_examples and self.permission(op))
 
     def follow(self, op: Op, part: Op, states: Sequence[State], around: Mapping[int, State]) -> list[State]:
         self.check_available(op, states)
         try:
             return self._weighed(op, part, states, around)
         except CombinesExamples:
-            if not self.permits(op):
+            if not self.permission(op):
                 raise
         self.mixing |= {p for p in self.patterns if names_module(p, op.module)}
         weight = None if op.role is Role.BACKWARD else 1.0
@@ -152,7 +159,12 @@ def _unlike_constants(op: Op, part: Op) -> list[tuple[int, np.ndarray, np.ndarra
     """(operand, the whole batch's literal, the micro-batch's) of literals that depend on the number of examples."""
     unlike = []
     for i, (a, b) in enumerate(zip(op.inputs, part.inputs, strict=True)):
-        if isinstance(a, Constant) and isinstance(b, Constant) and not jax_compat.is_key_dtype(a.literal.aval.dtype):
+        if (
+            a is not b
+            and isinstance(a, Constant)
+            and isinstance(b, Constant)
+            and not jax_compat.is_key_dtype(a.literal.aval.dtype)
+        ):
             first, second = np.asarray(a.literal.val), np.asarray(b.literal.val)
             if first.shape != second.shape or not np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"):
                 unlike.append((i, first, second))

@@ -27,7 +27,24 @@ from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Rule, read_by
 from autopar.ir.rewrite import params_of_part
 from autopar.kernels.local import runs_locally
-from autopar.sharding.rules import RuleBook, equation_key, with_rules
+from autopar.sharding.rules import RuleBook, equation_key, has_code, with_rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CutDims:
+    """`of[v]` are the dimensions of a value that are cut. Of the number of micro-batches they depend by one thing:
+    which of the `sizes` it divides. `keys`: by the results of an equation, what it computes and is cut by; equal for
+    those that are the same on a micro-batch.
+    """
+
+    of: dict[int, set[int]]
+    num_microbatches: int
+    sizes: frozenset[int]
+    keys: dict[tuple[int, ...], tuple] = dataclasses.field(default_factory=dict)
+
+    def hold_in(self, num_microbatches: int) -> bool:
+        """Whether they are those of another number of micro-batches too."""
+        return all((n % num_microbatches == 0) == (n % self.num_microbatches == 0) for n in self.sizes)
 
 
 def cut_graph(
@@ -38,6 +55,12 @@ def cut_graph(
     `inputs_with_examples` are positions of inputs with examples, and the dimensions that count them.
     Raises: UnsupportedError for an operation that no change of sizes makes one on fewer examples.
     """
+    dims = cut_dims(whole, inputs_with_examples, num_microbatches, where)
+    return cut_along(whole, dims, num_microbatches, rules, where)
+
+
+def cut_dims(whole: OpGraph, inputs_with_examples: Mapping[int, int], num_microbatches: int, where: str) -> CutDims:
+    """The dimensions that `cut_graph` cuts. Raises: UnsupportedError for a size that cannot be divided."""
     cutter = _Cutter(whole, num_microbatches, where)
     inputs = {whole.block.inputs[position]: dim for position, dim in inputs_with_examples.items()}
     for v, dim in inputs.items():
@@ -45,6 +68,12 @@ def cut_graph(
     while cutter.spread(whole.block):
         pass
     cutter.cut_ignored({whole.values[v].shape[dim] for v, dim in inputs.items()})
+    return CutDims(of=cutter.dims, num_microbatches=num_microbatches, sizes=frozenset(cutter.asked))
+
+
+def cut_along(whole: OpGraph, dims: CutDims, num_microbatches: int, rules: RuleBook, where: str) -> OpGraph:
+    """The graph on a micro-batch, by the dimensions that are cut. Raises: as `cut_graph`."""
+    cutter = _Cutter(whole, num_microbatches, where, dims.of, dims.keys)
     values = tuple(replace(v, shape=cutter.shape(v.id)) if cutter.dims.get(v.id) else v for v in whole.values)
     block = cutter.rewritten(whole.block)
     return dataclasses.replace(whole, values=values, block=with_rules(block, rules))
@@ -52,30 +81,41 @@ def cut_graph(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _CutEquation:
-    """An equation on fewer examples: the types of its operands and results, its parameters, its key, and its rule where
-    that is not the rule book's.
+    """An equation on fewer examples: its operands and results, its parameters, its key, and its rule where that is not
+    the rule book's.
     """
 
-    in_avals: tuple[Any, ...]
-    out_avals: tuple[Any, ...]
+    invars: list[Any]
+    outvars: list[Any]
     params: dict[str, Any]
     key: str
     rule: Rule | None
 
 
 class _Cutter:
-    """`dims[v]` are the dimensions of a value that are cut."""
+    """`dims[v]` are the dimensions of a value that are cut; `asked` the sizes of which it was asked whether the number
+    of micro-batches divides them; `keys` as of `CutDims`.
+    """
 
-    def __init__(self, whole: OpGraph, num_microbatches: int, where: str) -> None:
+    def __init__(
+        self,
+        whole: OpGraph,
+        num_microbatches: int,
+        where: str,
+        dims: dict[int, set[int]] | None = None,
+        keys: dict[tuple[int, ...], tuple] | None = None,
+    ) -> None:
         self.whole, self.num_microbatches, self.where = whole, num_microbatches, where
-        self.dims: dict[int, set[int]] = collections.defaultdict(set)
+        self.dims: dict[int, set[int]] = collections.defaultdict(set) if dims is None else dims
+        self.asked: set[int] = set()
         self._changed = False
         # By the id of an operation: how many dimensions around it were cut when it was last looked at. Dimensions are
         # only added, so that an equal number is an equal state, of which nothing new follows.
         self._seen: dict[int, int] = {}
         # Operations of which several factors may be the one to cut, until what is around them has told.
         self._undecided: dict[int, Op] = {}
-        # By what an equation computes and which dimensions of its operands and results are cut: equal layers share it.
+        # Equal layers share what an equation computes and which dimensions of its operands and results are cut.
+        self.keys: dict[tuple[int, ...], tuple] = {} if keys is None else keys
         self._cut_equations: dict[tuple, _CutEquation] = {}
 
     def shape(self, v: int) -> tuple[int, ...]:
@@ -83,6 +123,11 @@ class _Cutter:
         return tuple(n // self.num_microbatches if d in self.dims[v] else n for d, n in enumerate(shape))
 
     # Which dimensions are cut
+
+    def _divides(self, size: int) -> bool:
+        """Whether the number of micro-batches divides a size."""
+        self.asked.add(size)
+        return size % self.num_microbatches == 0
 
     def spread(self, block: Block) -> bool:
         """Carries what is known about cut dimensions through all operations once; whether that was anything new."""
@@ -135,7 +180,7 @@ class _Cutter:
 
     def _cut(self, atom: Atom, dim: int) -> None:
         if isinstance(atom, int) and dim not in self.dims[atom]:
-            if self.whole.values[atom].shape[dim] % self.num_microbatches:
+            if not self._divides(self.whole.values[atom].shape[dim]):
                 raise self._refusal(None, f"{self.whole.values[atom].shape[dim]} in dimension {dim} of a value")
             self.dims[atom].add(dim)
             self._changed = True
@@ -157,7 +202,7 @@ class _Cutter:
         examples = []  # of each dimension that is cut: the factors that may be the one
         for atom, dim, factors in sorted(places, key=lambda place: len(place[2])):
             if isinstance(atom, int) and dim in self.dims[atom]:
-                divide = [f for f in factors if rule.factors[f].size % self.num_microbatches == 0]
+                divide = [f for f in factors if self._divides(rule.factors[f].size)]
                 examples.append(divide or list(factors[:1]))
         cut: set[int] = set()
         for divide in examples:
@@ -187,26 +232,23 @@ class _Cutter:
         return replace(block, ops=tuple(ops))
 
     def _equation(self, op: Op) -> Op:
-        if runs_locally(op.eqn):
-            raise self._refusal(op, "a kernel or an island")
-        # What is called is no part of the key.
-        has_code = any(callable(v) or hasattr(v, "eqns") for v in op.eqn.params.values())
-        code = id(op.eqn) if has_code else None
-        cut_dims = tuple(tuple(sorted(self.dims.get(a, ()))) for a in (*op.inputs, *op.outputs) if isinstance(a, int))
-        known = op.key, code, cut_dims
-        if known not in self._cut_equations:
-            self._cut_equations[known] = self._evaluated(op)
-        cut = self._cut_equations[known]
-        invars = [
-            type(v)(aval) if isinstance(a, int) else v
-            for a, v, aval in zip(op.inputs, op.eqn.invars, cut.in_avals, strict=True)
-        ]
-        outvars = [type(v)(aval) for v, aval in zip(op.eqn.outvars, cut.out_avals, strict=True)]
-        eqn = op.eqn.replace(invars=invars, outvars=outvars, params=cut.params)
+        key = self.keys.get(op.outputs)
+        if key is None:
+            code = id(op.eqn) if has_code(op.eqn) else None
+            atoms = (a for a in (*op.inputs, *op.outputs) if isinstance(a, int))
+            key = op.key, code, tuple(tuple(sorted(self.dims.get(a, ()))) for a in atoms)
+            if op.outputs:
+                self.keys[op.outputs] = key
+        if key not in self._cut_equations:
+            self._cut_equations[key] = self._evaluated(op)
+        cut = self._cut_equations[key]
+        eqn = op.eqn.replace(invars=cut.invars, outvars=cut.outvars, params=cut.params)
         return replace(op, eqn=eqn, key=cut.key, rule=cut.rule)
 
     def _evaluated(self, op: Op) -> _CutEquation:
         """An equation on the sizes of a micro-batch, evaluated abstractly. Raises: UnsupportedError."""
+        if runs_locally(op.eqn):
+            raise self._refusal(op, "a kernel or an island")
         invars = [
             jax_compat.variable_like(v, self.shape(a)) if isinstance(a, int) else v
             for a, v in zip(op.inputs, op.eqn.invars, strict=True)
@@ -222,9 +264,8 @@ class _Cutter:
             raise self._refusal(op, str(error).strip().split("\n")[0]) from error
         if [tuple(v.shape) for v in found] != expected:
             raise self._refusal(op, f"shapes {[tuple(v.shape) for v in found]} in place of {expected}")
-        in_avals, out_avals = tuple(v.aval for v in invars), tuple(v.aval for v in outvars)
         rule = ring.rule_of(eqn) if op.primitive in ring.PRIMITIVES else None
-        return _CutEquation(in_avals=in_avals, out_avals=out_avals, params=eqn.params, key=equation_key(eqn), rule=rule)
+        return _CutEquation(invars=invars, outvars=outvars, params=eqn.params, key=equation_key(eqn), rule=rule)
 
     def _params(self, op: Op) -> dict[str, Any]:
         source = [a for a in op.inputs[:1] if isinstance(a, int)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +29,9 @@ class Form(HashedById):
     OWN = "own"  # the micro-batch's alone, in a shape of its own (`accumulation`)
     RUNNING = "running"  # in a loop over examples: the carried value `dim` as a trip began, plus what that trip adds
 
+
+# A mean over examples has the first power of the number of micro-batches, the mean of a mean's square the second.
+_MOST_POWERS = 4
 
 # In place of a dimension: a SPLIT inside of a loop over examples differs from trip to trip, and a micro-batch has
 # some of the trips.
@@ -135,6 +139,19 @@ def join(op: Op, first: State, second: State) -> State:
     if first.uniform:  # of as many blocks as the other one
         first = replace(first, outer=second.outer, uniform=second.uniform)
     return replace(first, zero=zero, weight=_join_weights(op, first, second))
+
+
+def with_weights_of(states: Mapping[int, State], before: int, number: int) -> Mapping[int, State] | None:
+    """States in another number of micro-batches than `before`: weights are powers of it. None where one is none."""
+    powers: dict[float | None, float] = {
+        float(before) ** p: float(number) ** p for p in range(-_MOST_POWERS, _MOST_POWERS + 1) if p
+    }
+    others = {s.weight for s in states.values()} - {None, 1.0}
+    if not others:
+        return states
+    if not others <= powers.keys():
+        return None
+    return {v: replace(s, weight=powers[s.weight]) if s.weight in others else s for v, s in states.items()}
 
 
 def _join_weights(op: Op, first: State, second: State) -> float | None:

@@ -82,12 +82,18 @@ def _needed(block: Block, outputs: Sequence[Any]) -> tuple[list[Op], set[int]]:
     return ops[::-1], read
 
 
+def _has_scans(graph: OpGraph) -> bool:
+    return any(op.kind is OpKind.SCAN for op in graph.block.ops)
+
+
 def split_known_results(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
     """Both graphs, of a whole batch and of a micro-batch, with such results made apart.
 
     Only results that an equation reads: what another loop reads, such as a mask that is kept for the backward pass,
     stays. Both graphs have the same operations before and after.
     """
+    if not _has_scans(whole):
+        return whole, part
     wanted = _wanted(whole)
     return (_with_parts(whole, wanted), _with_parts(part, wanted)) if wanted else (whole, part)
 
@@ -155,7 +161,7 @@ def hoist_draws(whole: OpGraph, part: OpGraph) -> tuple[OpGraph, OpGraph]:
 
     Both have the same operations before and after. What is drawn of keys that follow the examples stays where it is.
     """
-    if not any(op.kind is OpKind.SCAN for op in whole.block.ops):
+    if not _has_scans(whole):
         return whole, part
     whole, part = _Fixed(whole, part).graphs()
     values = list(whole.values), list(part.values)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,16 +21,18 @@ from autopar.common import jax_compat
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph, graph_of_body
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, Section, Value, free_values, read_by
+from autopar.ir.kept import KeptWithGraphs
 from autopar.ir.rewrite import renumbered
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import TYPE_CHANGES, Spec, collective_axes, is_island, island_of
 from autopar.microbatch.accumulation import AccumulatingFollower, check_patterns
-from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.cut_graph import CutDims, cut_along, cut_dims
 from autopar.microbatch.example_rules import BY_POSITION, COMBINES, SEVERAL, UNKNOWN
 from autopar.microbatch.forms import CombinesExamples, Form, IslandLayout, State, differs_by_trip
 from autopar.microbatch.hoist_draws import hoist_draws, part_of_results, split_known_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy
-from autopar.microbatch.running_state import UpdateWriter, one_equation, scaling
+from autopar.microbatch.own_literals import Powers, own_powers, with_own_literals
+from autopar.microbatch.running_state import StateUpdates, UpdateWriter, one_equation, scaling
 from autopar.microbatch.smaller_step import example_leaves, like_whole, num_examples, smaller_step
 from autopar.microbatch.value_states import ValueStates, find_states
 from autopar.sharding.rules import RuleBook, with_rules
@@ -310,12 +313,15 @@ class LoopWriter:
         self.whole, self.part, self.follower, self.states, self.sections = whole, part, follower, states, sections
         self.values: list[Value] = list(whole.values)
         self.micro: dict[int, int] = {}
+        self.scalings: dict[Hashable, Op] = {}  # by what they multiply, and with what
         self.update_writer = UpdateWriter(follower.updates, self.values, follower.num_microbatches)
         by_updates = [op.id in follower.updates.ops for op in whole.block.ops]
         readers = list(zip(by_updates, whole.block.ops, strict=True))
         self.read_by_updates = {v for updates, op in readers if updates for v in read_by(op)}
-        self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
-        self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
+        self.read_otherwise: set[int] = set()
+        if self.read_by_updates:
+            self.read_otherwise = {v for updates, op in readers if not updates for v in self._read_after(op)}
+            self.read_otherwise |= {a for a in map(self.through, whole.block.outputs) if isinstance(a, int)}
 
     def ops(self) -> tuple[Op, ...]:
         by_section: dict[Section, list[Op]] = {section: [] for section in Section}
@@ -425,7 +431,23 @@ class LoopWriter:
             eqn=None, inputs=(self.micro[v],), outputs=(joined,), rule=None, role=maker.role, module=maker.module,
             count=maker.count if sums else 1.0, section=maker.section if sums else Section.AFTER, dim=s.dim,
         )  # fmt: skip
-        return [crossing] if joined == v else [crossing, scaling(joined, v, self.whole.values[v], weight, maker)]
+        return [crossing] if joined == v else [crossing, self._scaling(joined, v, self.whole.values[v], weight, maker)]
+
+    def _scaling(
+        self, source: Atom, target: int, value: Value, weight: float, like: Op, section: Section = Section.AFTER
+    ) -> Op:
+        """`scaling`, of which equal values share the equation."""
+        kind = value.shape, value.dtype, value.weak_type, weight
+        if isinstance(source, int) and kind in self.scalings:
+            inputs = tuple(source if isinstance(a, int) else a for a in self.scalings[kind].inputs)
+            return replace(
+                self.scalings[kind], inputs=inputs, outputs=(target,), role=like.role, module=like.module,
+                section=section,
+            )  # fmt: skip
+        made = scaling(source, target, value, weight, like, section)
+        if isinstance(source, int):
+            self.scalings[kind] = made
+        return made
 
     def _new_value(self, like: Value) -> int:
         self.values.append(replace(like, id=len(self.values), name=""))
@@ -452,6 +474,8 @@ class LoopWriter:
 
     def _with_shares(self, op: Op, repeated: Op) -> list[Op]:
         """An operation of a micro-batch, behind those that make the shares that it reads."""
+        if not self.follower.shares:
+            return [repeated]
         scalings, inputs = [], list(repeated.inputs)
         for i in sorted(self.follower.shares.get(op.outputs[0] if op.outputs else -1, ())):
             source, aval = inputs[i], repeated.eqn.invars[i].aval
@@ -459,7 +483,7 @@ class LoopWriter:
                 0, tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize, weak_type=aval.weak_type
             )  # fmt: skip
             inputs[i] = share = self._new_value(like)
-            made = scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
+            made = self._scaling(source, share, like, 1.0 / self.follower.num_microbatches, repeated, repeated.section)
             scalings.append(replace(made, count=repeated.count))
         return [*scalings, replace(repeated, inputs=tuple(inputs))] if scalings else [repeated]
 
@@ -533,24 +557,48 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
     whole = whole or build_graph(traced, rules)
     if num_microbatches == 1:
         return _over_micro_batches(traced, whole, Follower(whole, whole, 1, body_states=body_states), rules)
-    if traced.per_microbatch:
-        return _per_microbatch(traced, whole, num_microbatches, rules)
-    cut_error: UnsupportedError
-    try:
-        part = _cut(traced, whole, num_microbatches, rules)
-    except UnsupportedError as error:
-        cut_error, is_cut = error, False
-    else:
+    cut_error: UnsupportedError | None = None
+    is_cut = False
+    # What is held by a trace that another one differs from may be meant for the examples of the whole batch alone.
+    if not traced.per_microbatch or traced.is_pure():
         try:
-            found = _of_both(traced, whole, part, num_microbatches, rules)
-            return _with_all_in_loop(found, traced, whole, rules)
+            part, found = _cut(traced, whole, num_microbatches, rules)
+            is_cut = True
+            graph = _of_both(traced, whole, part, num_microbatches, rules, found)
+            return _with_all_in_loop(graph, traced, whole, rules)
+        except MixedExamplesError as error:
+            cut_error, traced = error, _traced_once(traced)
+            own = found.own_program(traced, part, num_microbatches, rules) if traced.per_microbatch else None
+            if own is not None:
+                return _accumulated(traced, own, whole, num_microbatches, rules, found)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
-            cut_error, is_cut = error, True
+            cut_error = error
     try:
-        _, part = _traced_part(traced, num_microbatches, rules)
+        smaller, part = _traced_part(traced, num_microbatches, rules)
     except UnsupportedError as unlike:
-        raise (cut_error if is_cut else _neither(unlike, cut_error)) from None
-    return _of_both(traced, whole, part, num_microbatches, rules)
+        raise _of_neither(traced, unlike, cut_error, is_cut) from None
+    try:
+        return _of_both(traced, whole, part, num_microbatches, rules)
+    except MixedExamplesError:
+        if not traced.per_microbatch:
+            raise
+    examples = num_examples(traced) // num_microbatches
+    if num_examples(smaller) != examples:  # its literals count
+        smaller = smaller_step(traced, examples)
+    return _accumulated(traced, build_graph(smaller, rules), whole, num_microbatches, rules)
+
+
+def _traced_once(traced: TracedStep) -> TracedStep:
+    """The step, which is traced once on the same shapes."""
+    made: dict[Hashable, Any] = {}
+
+    def retrace(avals: Sequence[Any]) -> Any:
+        shapes = tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+        if shapes not in made:
+            made[shapes] = traced.retrace(avals)
+        return made[shapes]
+
+    return dataclasses.replace(traced, retrace=retrace)
 
 
 def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules: RuleBook) -> OpGraph:
@@ -569,12 +617,91 @@ def _with_all_in_loop(found: OpGraph, traced: TracedStep, whole: OpGraph, rules:
     return found if works_on_all_at_once(by_trace, examples, batch) else by_trace
 
 
-def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a micro-batch, cut out of that of the whole batch. Raises: UnsupportedError."""
+# What is found in one number of micro-batches and holds in others.
+#
+# A search asks for the graph in several numbers. Which dimensions are cut depends on the number by what it divides
+# alone; the states of values, and with them the sections of operations, are the same where they are those of one
+# operation of each kind. What remains of each number is to write its sizes.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Followed:
+    """What following the examples found. `updates` and `mixing` are those of the follower."""
+
+    states: ValueStates
+    sections: LoopSections
+    updates: StateUpdates
+    mixing: frozenset[str]
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first. `followed`:
+    with the whole batch's literals (False), and with those of a micro-batch's own program, in gradient accumulation.
+    `powers`: of the latter, as far as a number of `traced_in` micro-batches.
+    """
+
+    dims: CutDims | None = None
+    followed: dict[bool, _Followed] = dataclasses.field(default_factory=dict)
+    powers: Powers | None = None
+    traced_in: int = 1
+
+    def along(self, dims: CutDims) -> None:
+        """Begins with other dimensions."""
+        self.dims, self.followed, self.powers, self.traced_in = dims, {}, None, 1
+
+    def keep(self, states: ValueStates, sections: LoopSections, follower: Follower) -> None:
+        """Keeps what was found for other numbers, which have micro-batches of their own."""
+        mixing = follower.mixing if isinstance(follower, AccumulatingFollower) else ()
+        sections.states = states = dataclasses.replace(states, part=states.whole)
+        self.followed[isinstance(follower, AccumulatingFollower)] = _Followed(
+            states=states, sections=sections, updates=follower.updates, mixing=frozenset(mixing)
+        )
+
+    def followed_by(self, whole: OpGraph, follower: Follower) -> tuple[ValueStates, LoopSections] | None:
+        """What was found with such a follower, where it holds in its number of micro-batches too."""
+        known = self.followed.get(isinstance(follower, AccumulatingFollower))
+        if known is None or known.updates != follower.updates:
+            return None
+        states = known.states.in_other_number(whole, follower.part, follower)
+        if states is None:
+            follower.begin_again()
+            return None
+        if isinstance(follower, AccumulatingFollower):
+            follower.mixing.update(known.mixing)
+        return states, known.sections
+
+    def own_program(self, traced: TracedStep, cut: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph | None:
+        """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals."""
+        if self.powers is not None and num_microbatches < self.traced_in:
+            return with_own_literals(cut, self.powers, num_microbatches)
+        try:
+            smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
+        except UnsupportedError:
+            return None  # which is said where its trace is compared with that of the whole batch
+        powers = own_powers(cut, build_graph(smaller, rules), num_microbatches)
+        if powers is None or self.powers not in (None, powers):
+            return None
+        self.powers, self.traced_in = powers, max(self.traced_in, num_microbatches)
+        return with_own_literals(cut, powers, num_microbatches)
+
+
+_found: KeptWithGraphs[_Found] = KeptWithGraphs()
+
+
+def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> tuple[OpGraph, _Found]:
+    """The graph of a micro-batch, cut out of that of the whole batch, and what is known of it by other numbers.
+
+    Raises: UnsupportedError.
+    """
     first = len(whole.block.inputs) - len(traced.in_avals)
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
-    part = cut_graph(whole, inputs, num_microbatches, rules, traced.name)
-    return mark_score_kernels(part)
+    found = _found.of(whole, tuple(inputs.items()), _Found)
+    if found.dims is None or not found.dims.hold_in(num_microbatches):
+        found.along(cut_dims(whole, inputs, num_microbatches, traced.name))
+    assert found.dims is not None, "they are found"
+    part = cut_along(whole, found.dims, num_microbatches, rules, traced.name)
+    return mark_score_kernels(part), found
 
 
 def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> tuple[TracedStep, OpGraph]:
@@ -586,20 +713,37 @@ def _traced_part(traced: TracedStep, num_microbatches: int, rules: RuleBook) -> 
     return smaller, build_graph(part, rules)
 
 
-def _neither(unlike: UnsupportedError, cut_error: UnsupportedError) -> UnsupportedError:
-    """The error of a step that is neither like its trace on a micro-batch nor can be cut."""
+def _of_neither(
+    traced: TracedStep, unlike: UnsupportedError, cut_error: UnsupportedError | None, is_cut: bool
+) -> UnsupportedError:
+    """The error of a step that is unlike its trace on a micro-batch; `cut_error`: of the micro-batch that `is_cut`, or
+    that cannot be cut.
+    """
+    if cut_error is None or (traced.per_microbatch and isinstance(cut_error, MixedExamplesError)):
+        return unlike  # the literals of a micro-batch are those of its trace
+    if is_cut:
+        return cut_error
     return UnsupportedError(
         where=unlike.where, expected=unlike.expected, got=unlike.got,
         hint=f"{unlike.hint} (nor can the whole batch's operations be cut: {cut_error.where}: {cut_error.got})",
     )  # fmt: skip
 
 
-def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph over micro-batches, of those of the whole batch and of a micro-batch. Raises: UnsupportedError."""
+def _of_both(
+    traced: TracedStep,
+    whole: OpGraph,
+    part: OpGraph,
+    num_microbatches: int,
+    rules: RuleBook,
+    found: _Found | None = None,
+) -> OpGraph:
+    """The graph over micro-batches, of those of the whole batch and of a micro-batch, where this one is cut by what was
+    `found`. Raises: UnsupportedError.
+    """
     whole, part = split_known_results(*hoist_draws(whole, part))
     follower = Follower(whole, part, num_microbatches, body_states=body_states)
     try:
-        return _over_micro_batches(traced, whole, follower, rules)
+        return _over_micro_batches(traced, whole, follower, rules, found)
     except MixedExamplesError as error:
         blocks = math.lcm(*follower.wanted_blocks)
         if blocks == 1 or num_examples(traced) % (blocks * num_microbatches):
@@ -612,36 +756,19 @@ def _of_both(traced: TracedStep, whole: OpGraph, part: OpGraph, num_microbatches
             raise error from None
 
 
-def _per_microbatch(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph:
-    """The graph of a step with named modules that may mix the examples of a micro-batch."""
-    unlike: UnsupportedError | None = None
-    try:
-        smaller, part = _traced_part(traced, num_microbatches, rules)
-    except UnsupportedError as error:
-        if not traced.is_pure():  # what the whole batch's trace holds may have been meant for its examples alone
-            raise
-        unlike = error
-        try:
-            part = _cut(traced, whole, num_microbatches, rules)
-        except UnsupportedError as cut_error:
-            raise _neither(error, cut_error) from cut_error
-    try:
-        return _of_both(traced, whole, part, num_microbatches, rules)
-    except MixedExamplesError:
-        if unlike is not None:  # the literals of a micro-batch are those of its trace
-            raise unlike from None
-    return _accumulated(traced, smaller, whole, num_microbatches, rules)
-
-
 def _accumulated(
-    traced: TracedStep, smaller: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleBook
+    traced: TracedStep,
+    own: OpGraph,
+    whole: OpGraph,
+    num_microbatches: int,
+    rules: RuleBook,
+    found: _Found | None = None,
 ) -> OpGraph:
-    """The graph of a step whose named modules are taken per micro-batch, with the literals of a micro-batch."""
+    """The graph of a step whose named modules are taken per micro-batch, from the micro-batch's own program, where this
+    is the one that is cut by what was `found`, but for literals.
+    """
     check_patterns(traced, whole)
-    examples = num_examples(traced) // num_microbatches
-    if num_examples(smaller) != examples:  # its literals count
-        smaller = smaller_step(traced, examples)
-    whole, part = split_known_results(*hoist_draws(whole, build_graph(smaller, rules)))
+    whole, part = split_known_results(*hoist_draws(whole, own))
     follower = AccumulatingFollower(
         whole=whole,
         part=part,
@@ -649,21 +776,34 @@ def _accumulated(
         body_states=body_states,
         patterns=traced.per_microbatch,
     )
-    graph = _over_micro_batches(traced, whole, follower, rules)
+    graph = _over_micro_batches(traced, whole, follower, rules, found)
     # Which examples share a micro-batch matters: those that stand beside one another, as in a user's own loop.
     return dataclasses.replace(graph, per_microbatch=tuple(sorted(follower.mixing)), runs_of_examples=1)
 
 
-def _over_micro_batches(traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook) -> OpGraph:
-    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch."""
-    num_microbatches = follower.num_microbatches
-    _check_same_operations(traced.name, whole.block, follower.part.block)
+def _over_micro_batches(
+    traced: TracedStep, whole: OpGraph, follower: Follower, rules: RuleBook, found: _Found | None = None
+) -> OpGraph:
+    """The graph over micro-batches, of the graphs of the whole batch and of one micro-batch, by what was `found` in
+    another number of them where that holds.
+    """
+    if found is not None and (known := found.followed_by(whole, follower)) is not None:
+        return _written(*known, follower, rules)
+    if found is None:
+        _check_same_operations(traced.name, whole.block, follower.part.block)
     num_constants = len(whole.block.inputs) - len(traced.in_avals)
     examples = {num_constants + i: dim for i, dim in example_leaves(traced).items()}
     states = find_states(whole, follower.part, follower, examples)
-    whole, part = states.whole, states.part
-    sections = LoopSections(traced.name, whole, states, follower.num_microbatches)
-    writer = LoopWriter(whole, part, follower, states, sections)
+    sections = LoopSections(traced.name, states.whole, states, follower.num_microbatches)
+    graph = _written(states, sections, follower, rules)
+    if found is not None:
+        found.keep(states, sections, follower)
+    return graph
+
+
+def _written(states: ValueStates, sections: LoopSections, follower: Follower, rules: RuleBook) -> OpGraph:
+    whole, num_microbatches = states.whole, follower.num_microbatches
+    writer = LoopWriter(whole, states.part, follower, states, sections)
     outputs = tuple(writer.through(a) for a in whole.block.outputs)
     block = with_rules(replace(whole.block, ops=writer.ops(), outputs=outputs), rules)
     micro_batched_graph = dataclasses.replace(

@@ -319,6 +319,14 @@ class Follower:
         """Whether an operation must run for each micro-batch even where its result is known before."""
         return False
 
+    def begin_again(self) -> None:
+        """Forgets what was found on the way."""
+        self.runs, self.shares, self.late, self.wanted_blocks = 0, {}, {}, set()
+
+    def permission(self, op: Op) -> bool:
+        """Whether an operation may mix the examples of a micro-batch."""
+        return False
+
     def may_share(self, states: Sequence[State]) -> bool:
         """Whether a loop that reads such operands may read shares: one that can run only for each micro-batch."""
         return self.num_microbatches > 1 and any(s.form is Form.SPLIT for s in states)
@@ -740,10 +748,13 @@ def _summands_of(op: Op, states: Sequence[State]) -> Sequence[State]:
 
 def _is_same(op: Op, part: Op) -> bool:
     """Whether the equations of a micro-batch and of the whole batch compute the same from the same operands."""
-    params, part_params = op.eqn.params, part.eqn.params
-    return op.key == part.key and all(
-        _same_parameter(v, part_params[k]) for k, v in params.items() if jax_compat.is_jaxpr(v)
-    )
+    return op.key == part.key and same_code(op.eqn, part.eqn)
+
+
+def same_code(eqn: Any, part: Any) -> bool:
+    """Whether the jaxprs of two equations with the same key are the same."""
+    params = ((v, part.params[name]) for name, v in eqn.params.items() if jax_compat.is_jaxpr(v))
+    return all(_same_parameter(value, of_part) for value, of_part in params)
 
 
 def _same_parameter(value: Any, part_value: Any) -> bool:

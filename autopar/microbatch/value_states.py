@@ -7,7 +7,8 @@ sums, run in the loop. Operations that combine examples otherwise run after the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 
 from msgspec.structs import replace
 
@@ -17,9 +18,10 @@ from autopar.errors import MixedExamplesError
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Role, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, scan_equation
 from autopar.microbatch.accumulation import shortest_name
-from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack
+from autopar.microbatch.forms import CombinesExamples, Form, State, of_stack, with_weights_of
 from autopar.microbatch.hoist_draws import part_of_results
 from autopar.microbatch.microbatch_analysis import Follower, is_heavy, is_number, is_work_on_examples, state_of
+from autopar.sharding.rules import has_code
 
 # A scan of the step as two: in the loop over micro-batches what works on examples, behind it what reads whole sums.
 #
@@ -130,6 +132,11 @@ class ValueStates:
 
     `passes[v]` is the value in front of the barrier behind which v is; `whole_operands[op]` are the positions of the
     operands that an operation in the loop reads of the whole batch.
+
+    `different` are the positions of the operations of the top block of which no earlier one computes the same in the
+    whole batch and in a micro-batch, of operands in the same states: such an earlier one has results in the same
+    states. Where these hold in another number of micro-batches, so do all. Empty where that does not follow: scans with
+    a tail, and examples in blocks, whose states depend on what other operations read.
     """
 
     whole: OpGraph
@@ -137,6 +144,27 @@ class ValueStates:
     of: Mapping[int, State]
     passes: Mapping[int, int]
     whole_operands: Mapping[int, frozenset[int]]
+    num_microbatches: int
+    different: tuple[int, ...] = ()
+
+    def in_other_number(self, whole: OpGraph, part: OpGraph, follower: Follower) -> ValueStates | None:
+        """The same states, if they are those of another number of micro-batches too, whose `whole` and `part` have the
+        same operations and the same dimensions cut.
+        """
+        of = with_weights_of(self.of, self.num_microbatches, follower.num_microbatches) if self.different else None
+        if of is None:
+            return None
+        finder = _StateFinder(whole, part, follower)
+        finder.states = dict(of)
+        for position in self.different:
+            op, of_part = whole.block.ops[position], part.block.ops[position]
+            try:
+                found = finder.results(op, of_part, finder.operands(op), may_defer=op.kind is OpKind.SCAN)
+            except MixedExamplesError:
+                return None
+            if follower.late or found != [of[v] for v in op.outputs]:
+                return None
+        return dataclasses.replace(self, whole=whole, part=part, of=of, num_microbatches=follower.num_microbatches)
 
 
 def find_states(
@@ -153,13 +181,18 @@ class _StateFinder:
     def __init__(self, whole: OpGraph, part: OpGraph, follower: Follower) -> None:
         self.whole, self.part, self.follower = whole, part, follower
         self.num_microbatches = follower.num_microbatches
-        self.fresh = Fresh(whole), Fresh(part)  # the values of both graphs
         self.ops: tuple[list[Op], list[Op]] = ([], [])
         self.states: dict[int, State] = {}
         self.passes: dict[int, int] = {}
         self.tails: set[int] = set()  # scans of what was found to run behind the loop
         self.whole_operands: dict[int, frozenset[int]] = {}
         self.read_in_loop: set[int] = set()  # values that operations in the loop read, cut as their states say
+        self.different: dict[Hashable, int] = {}  # of `ValueStates`, by what the states of results depend on
+
+    @functools.cached_property
+    def fresh(self) -> tuple[Fresh, Fresh]:
+        """The values of both graphs."""
+        return Fresh(self.whole), Fresh(self.part)
 
     def run(self, inputs_with_examples: Mapping[int, int]) -> ValueStates:
         for position, v in enumerate(self.whole.block.inputs):
@@ -168,22 +201,41 @@ class _StateFinder:
                 self.states[v] = State(form=Form.SPLIT, dim=dim, outer=outer, early=True, cut=True)
             else:
                 self.states[v] = self.follower.by_shape(v)
-        for op, part_op in zip(self.whole.block.ops, self.part.block.ops, strict=True):
-            self._add(op, part_op, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
+        for position, (op, part_op) in enumerate(zip(self.whole.block.ops, self.part.block.ops, strict=True)):
+            states = self.operands(op)
+            if op.kind is not OpKind.BARRIER:
+                self.different.setdefault(self._class_of(op, part_op, states), position)
+            self._add(op, part_op, states, may_defer=op.kind is OpKind.SCAN and self.num_microbatches > 1)
         whole, part = (
             dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))
             for graph, ops in zip((self.whole, self.part), self.ops, strict=True)
         )
+        follows = not self.tails and all(s.outer == 1 for s in self.states.values())
         return ValueStates(
-            whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands
-        )
+            whole=whole, part=part, of=self.states, passes=self.passes, whole_operands=self.whole_operands,
+            num_microbatches=self.num_microbatches, different=tuple(self.different.values()) if follows else (),
+        )  # fmt: skip
 
-    def _add(self, op: Op, part: Op, may_defer: bool = False) -> None:
-        """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
-        states = [state_of(a, self.states) for a in op.inputs]
+    def _class_of(self, op: Op, part: Op, states: Sequence[State]) -> Hashable:
+        """Equal for equations whose results are in the same states."""
+        if op.kind is not OpKind.EQUATION or op.id in self.follower.updates.ops:
+            return op.outputs
+        code = id(op.eqn) if has_code(op.eqn) else None
+        permission = self.follower.permission(op)
+        return op.key, part.key, code, _arguments(op), _arguments(part), op.role, permission, *states
+
+    def operands(self, op: Op) -> list[State]:
+        return [state_of(a, self.states) for a in op.inputs]
+
+    def results(self, op: Op, part: Op, states: list[State], may_defer: bool) -> list[State]:
+        """The states of the results of an operation that is no barrier."""
         is_early = all(s.early for s in states) and not is_heavy(op)  # and made in front of the loop as it is
         self.follower.deferring, self.follower.late = may_defer and not is_early, {}
-        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self._results(op, part, states)
+        return self._results(op, part, states)
+
+    def _add(self, op: Op, part: Op, states: list[State], may_defer: bool = False) -> None:
+        """Adds an operation of both graphs, or a scan and its tail, and the states of its results."""
+        results = self._barrier(op, states) if op.kind is OpKind.BARRIER else self.results(op, part, states, may_defer)
         if op.outputs and op.outputs[0] in self.follower.late:
             late = self.follower.late
             try:
@@ -194,7 +246,7 @@ class _StateFinder:
                 self._set_values()
                 self.tails.add(pairs[0][-1].id)
                 for scan, of_part in zip(*pairs, strict=True):
-                    self._add(scan, of_part)
+                    self._add(scan, of_part, self.operands(scan))
                 return
         self.states.update(zip(op.outputs, results, strict=True))
         for added, ops in zip((op, part), self.ops, strict=True):
@@ -366,6 +418,15 @@ class _StateFinder:
                 f"the state or the batch{'' if op.role is Role.BACKWARD else _permission(cause.op)}",
             )
         return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
+
+
+def _arguments(op: Op) -> tuple[Hashable, ...]:
+    """The literals that an equation of a called function is given, which its key does not have."""
+    return tuple(
+        a.content
+        for a, v in zip(op.inputs, op.eqn.invars, strict=True)
+        if not isinstance(a, int) and not isinstance(v, jax_compat.Literal)
+    )
 
 
 def _is_known(state: State) -> bool:

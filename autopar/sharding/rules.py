@@ -31,10 +31,19 @@ Dims = tuple[tuple[int, ...], ...]
 
 def equation_key(eqn: Any) -> str:
     """What an equation computes of its operands, as text that is the same in every process."""
-    params = ",".join(f"{k}={v!r}" for k, v in sorted(eqn.params.items()) if not callable(v) and not hasattr(v, "eqns"))
+    params = ",".join(f"{k}={v!r}" for k, v in sorted(eqn.params.items()) if not _is_code(v))
     avals = ",".join(_aval_key(v) for v in eqn.invars)
     outs = ",".join(_aval_key(v) for v in eqn.outvars)
     return f"{eqn.primitive.name}[{params}]({avals})->({outs})"
+
+
+def has_code(eqn: Any) -> bool:
+    """Whether an equation calls something, which is no part of its key."""
+    return any(map(_is_code, eqn.params.values()))
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or hasattr(value, "eqns")
 
 
 def _aval_key(var: Any) -> str:
