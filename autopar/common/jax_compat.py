@@ -659,25 +659,6 @@ def with_body(closed: Any, inner: Any) -> Any:
     return inner if is_open else closed_like(closed, inner)
 
 
-def while_any(
-    condition: Callable[[list[Any]], Any], body: Callable[[list[Any]], list[Any]], carry: list[Any]
-) -> list[Any]:
-    """The carried values behind a loop that goes on while the condition of any example holds; others stay as they are.
-
-    The condition is a truth value, or an array of them whose dimensions are the first ones of everything carried.
-    """
-
-    def step(carry: list[Any]) -> list[Any]:
-        made, holds = body(carry), condition(carry)
-        return [_where(holds, new, old) for new, old in zip(made, carry, strict=True)] if holds.shape else made
-
-    return jax.lax.while_loop(lambda carry: jnp.any(condition(carry)), step, carry)
-
-
-def _where(holds: Any, new: Any, old: Any) -> Any:
-    return jax.lax.select(jax.lax.broadcast_in_dim(holds, new.shape, range(holds.ndim)), new, old)
-
-
 def variables_of(shape: Sequence[Any]) -> set[str]:
     """The variables in the dimensions of a shape; none where all of them are numbers."""
     return {name for size in shape if _is_expression(size) for name in size._get_vars()}

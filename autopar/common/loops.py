@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.common.jax_compat import while_any, with_type
+from autopar.common.jax_compat import with_type
 
 Run = Callable[[list[Any]], Sequence[Any]]
 Typed = Callable[[Sequence[Any]], list[Any]]  # what is carried, of the types that it is carried in
@@ -35,13 +35,25 @@ def scan(run: Run, operands: Sequence[Any], counts: tuple[int, int], typed: Type
 
 
 def while_loop(condition: Run, body: Run, operands: Sequence[Any], counts: tuple[int, int], typed: Typed) -> list[Any]:
-    """The carried values behind a loop, of so many constants of its condition and its body (`while_any`)."""
+    """The carried values behind a loop, of so many constants of its condition and its body, that goes on while the
+    condition of any example holds; others stay as they are.
+
+    The condition is a truth value, or an array of them whose dimensions are the first ones of everything carried.
+    """
     k, n = counts[0], sum(counts)
-    return while_any(
-        lambda carry: condition([*operands[:k], *carry])[0],
-        lambda carry: typed(body([*operands[k:n], *carry])),
-        typed(operands[n:]),
-    )
+
+    def holds(carry: list[Any]) -> Any:
+        return condition([*operands[:k], *carry])[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        made, going = typed(body([*operands[k:n], *carry])), holds(carry)
+        return [_where(going, new, old) for new, old in zip(made, carry, strict=True)] if going.shape else made
+
+    return jax.lax.while_loop(lambda carry: jnp.any(holds(carry)), step, typed(operands[n:]))
+
+
+def _where(holds: Any, new: Any, old: Any) -> Any:
+    return jax.lax.select(jax.lax.broadcast_in_dim(holds, new.shape, range(holds.ndim)), new, old)
 
 
 def cond(runs: Sequence[Run], operands: Sequence[Any], typed: Typed) -> list[Any]:

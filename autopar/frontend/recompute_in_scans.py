@@ -20,7 +20,7 @@ from autopar.common import jax_compat
 from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
-from autopar.ir.rewrite import Fresh, clone, named, reading, remove_dead, renumbered
+from autopar.ir.rewrite import Fresh, clone, missing, named, reading, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
 from autopar.kernels.local import runs_locally
 from autopar.sharding.rules import equation_key
@@ -221,18 +221,10 @@ class _Rewriter:
         names, second = dict(sent), list[Op]()
 
         def make(value: int) -> None:
-            stack = [value]
-            while stack:
-                op = makers.get(stack[-1]) if stack[-1] not in names else None
-                missing = [v for v in read_by(op) if v in makers and v not in names] if op is not None else []
-                if missing:
-                    stack += reversed(missing)
-                    continue
-                stack.pop()
-                if op is not None:
-                    made: dict[int, int] = dict(names)
-                    second.append(replace(clone(op, made, self.fresh), role=Role.BACKWARD, recomputes=True))
-                    names.update({v: made[v] for v in op.outputs if v not in there})
+            for op in missing(value, makers, names):
+                made: dict[int, int] = dict(names)
+                second.append(replace(clone(op, made, self.fresh), role=Role.BACKWARD, recomputes=True))
+                names.update({v: made[v] for v in op.outputs if v not in there})
 
         for op in backward:
             for v in sorted(read_by(op)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -68,6 +68,21 @@ def _without_unread_constants(op: Op) -> Op:
         blocks=(replace(body, inputs=tuple(body.inputs[i] for i in kept)),),
         num_consts=op.num_consts - (len(op.inputs) - len(kept)),
     )
+
+
+def missing(value: int, makers: Mapping[int, Op], known: Container[int]) -> Iterator[Op]:
+    """The operations of a value that is not known yet, each behind those of its operands; the results of each are known
+    before the next is asked for.
+    """
+    stack = [value]
+    while stack:
+        op = makers.get(stack[-1]) if stack[-1] not in known else None
+        needed = [v for v in read_by(op) if v in makers and v not in known] if op is not None else []
+        stack += reversed(needed)
+        if not needed:
+            stack.pop()
+            if op is not None:
+                yield op
 
 
 def scan_equation(op: Op, kept: Sequence[int], added: Sequence[Value] = (), at: int | None = None) -> Any:

@@ -352,29 +352,28 @@ def _convolution(eqn: Any, places: Places) -> list[int]:
 def _attention(eqn: Any, places: Places) -> list[int]:
     form, gradients = eqn.params["form"], eqn.params["gradients"]
     operands, results = letters(form, gradients)
-    example_letters = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
-    if len(example_letters) != 1:
-        raise MixesExamples(SEVERAL)
-    (letter,) = example_letters
-    apart = set(form.query) & set(form.key) & set(form.value) & set(form.out)
-    if letter not in apart or any(letter not in names for names in results) or letter in counted(form.score):
-        raise MixesExamples(COMBINES)
-    if any((letter in names) != (p is not None) for names, p in zip(operands, places, strict=True)):
-        raise MixesExamples(AGAINST_OTHERS)
+    apart = set(form.query) & set(form.key) & set(form.value) & set(form.out) - counted(form.score)
+    letter = _along(operands, places, lambda x: x in apart and all(x in names for names in results))
     return [names.index(letter) for names in results]
+
+
+def _along(operands: Sequence[Sequence[Any]], places: Places, may_split: Callable[[Any], bool]) -> Any:
+    """What examples lie along, of the names of dimensions: it may be split, and holds them wherever it stands."""
+    found = {names[p] for names, p in zip(operands, places, strict=True) if p is not None}
+    if len(found) != 1:
+        raise MixesExamples(SEVERAL)
+    (name,) = found
+    if not may_split(name):
+        raise MixesExamples(COMBINES)
+    if any((name in names) != (p is not None) for names, p in zip(operands, places, strict=True)):
+        raise MixesExamples(AGAINST_OTHERS)
+    return name
 
 
 def _kernel(eqn: Any, places: Places) -> list[int | None]:
     """Examples are a factor that may be split. Gradients of operands that all examples share are sums over them."""
     rule = eqn.params["function"].rule
-    names = {x[p] for x, p in zip(rule.operands, places, strict=True) if p is not None}
-    if len(names) != 1:
-        raise MixesExamples(SEVERAL)
-    (name,) = names
-    if name not in rule.split:
-        raise MixesExamples(COMBINES)
-    if any((name in x) != (p is not None) for x, p in zip(rule.operands, places, strict=True)):
-        raise MixesExamples(AGAINST_OTHERS)
+    name = _along(rule.operands, places, lambda x: x in rule.split)
     without = None if name in rule.summed else SHARED
     return [x.index(name) if name in x else without for x in rule.results]
 
@@ -384,14 +383,7 @@ def _pallas_call(eqn: Any, places: Places) -> list[int | None]:
     grid = known_grid(eqn)
     if grid is None:
         raise MixesExamples(UNKNOWN)
-    along_examples = {dims[p] for dims, p in zip(grid.operands, places, strict=True) if p is not None}
-    if len(along_examples) != 1:
-        raise MixesExamples(SEVERAL)
-    (g,) = along_examples
-    if g is None or g not in grid.single:
-        raise MixesExamples(COMBINES)
-    if any((g in dims) != (p is not None) for dims, p in zip(grid.operands, places, strict=True)):
-        raise MixesExamples(AGAINST_OTHERS)
+    g = _along(grid.operands, places, lambda g: g is not None and g in grid.single)
     return [dims.index(g) if g in dims else SHARED for dims in grid.results]
 
 

@@ -6,14 +6,14 @@ with whose modules are taken per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar.common import jax_compat
-from autopar.common.jax_compat import while_any
+from autopar.common import jax_compat, loops
 from autopar.ir.graph import Atom, Block, Op, OpGraph, OpKind, Section
 
 Environment = dict[int, Any]
@@ -56,51 +56,39 @@ def part_of(array: Any, dim: int, index: int, count: int) -> Any:
 
 
 def read(env: Environment, atom: Atom) -> Any:
-    return env[atom] if isinstance(atom, int) else jax_compat.with_type(atom.literal.val, atom.literal.aval)
+    return env[atom] if isinstance(atom, int) else atom.literal.val
 
 
 def run_ops(ops: Sequence[Op], env: Environment, graph: OpGraph) -> None:
     for op in ops:
-        for value, array in zip(op.outputs, run_op(op, env, graph), strict=True):
+        with jax_compat.standing_at(op.eqn):
+            made = _results(op, [read(env, a) for a in op.inputs], env, graph)
+        for value, array in zip(op.outputs, made, strict=True):
             expected = graph.values[value]
             assert (tuple(array.shape), str(array.dtype)) == (expected.shape, expected.dtype), (op.primitive, expected)
             env[value] = array
 
 
-def run_op(op: Op, env: Environment, graph: OpGraph) -> Sequence[Any]:
-    inputs = [read(env, a) for a in op.inputs]
+def run_block(block: Block, arguments: Sequence[Any], graph: OpGraph, around: Mapping[int, Any] | None = None) -> Any:
+    """The outputs of a block of a graph."""
+    env = {**(around or {}), **dict(zip(block.inputs, arguments, strict=True))}
+    run_ops(block.ops, env, graph)
+    return [read(env, a) for a in block.outputs]
+
+
+def _results(op: Op, inputs: list[Any], env: Environment, graph: OpGraph) -> Sequence[Any]:
     if op.kind is OpKind.BARRIER:
         return inputs
     if op.kind is OpKind.EQUATION:
         return jax_compat.bind(op.eqn, inputs)
-
-    def block(b: Block, values: Sequence[Any]) -> list[Any]:
-        inner = env | dict(zip(b.inputs, values, strict=True))
-        run_ops(b.ops, inner, graph)
-        return [read(inner, a) for a in b.outputs]
-
-    k, c = op.num_consts, op.num_carry
-    if op.kind is OpKind.SCAN:
-        avals = [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["jaxpr"]).invars[k : k + c]]
-
-        def body(carry: Any, xs: Any) -> Any:
-            out = [*block(op.blocks[0], [*inputs[:k], *carry, *xs])]
-            return [jax_compat.with_type(x, a) for x, a in zip(out[:c], avals, strict=True)], out[c:]
-
-        first = [jax_compat.with_type(x, a) for x, a in zip(inputs[k : k + c], avals, strict=True)]
-        carry, ys = jax.lax.scan(body, first, inputs[k + c :], op.trips, reverse=op.eqn.params["reverse"])
-        return [*carry, *ys]
+    runs = [functools.partial(lambda block, xs: run_block(block, xs, graph, env), block) for block in op.blocks]
+    values = [graph.values[v] for v in op.outputs]
+    avals = [jax_compat.struct(v.shape, v.dtype, v.weak_type) for v in values]
+    if op.kind is OpKind.COND:
+        return loops.cond(runs, inputs, loops.like(avals))
+    k, typed = op.num_consts, loops.like(avals[: op.num_carry])
     if op.kind is OpKind.WHILE:
-        n, avals = k, [v.aval for v in jax_compat.open_jaxpr(op.eqn.params["body_jaxpr"]).invars[-c:]]
         j = op.num_condition_consts
-        first = [jax_compat.with_type(x, a) for x, a in zip(inputs[n:], avals, strict=True)]
-        return while_any(
-            lambda carry: block(op.blocks[0], [*inputs[:j], *carry])[0],
-            lambda carry: [
-                jax_compat.with_type(x, a)
-                for x, a in zip(block(op.blocks[1], [*inputs[j:n], *carry]), avals, strict=True)
-            ],
-            first,
-        )
-    assert op.kind is OpKind.COND, op.kind
-    return jax.lax.switch(inputs[0], [lambda *xs, b=b: block(b, xs) for b in op.blocks], *inputs[1:])
+        return loops.while_loop(runs[0], runs[1], inputs, (j, k - j), typed)
+    how = {"length": op.trips, "reverse": op.eqn.params["reverse"], "unroll": op.eqn.params["unroll"]}
+    return loops.scan(runs[0], inputs, (k, op.num_carry), typed, **how)

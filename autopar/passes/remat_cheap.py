@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from autopar.ir.graph import Atom, Op, OpGraph, OpKind, Section, read_by
-from autopar.ir.rewrite import Fresh, clone, reading, renumbered
+from autopar.ir.rewrite import Fresh, clone, missing, reading, renumbered
 
 # Elementwise operations and those that make or lay out values: what compilers compute again rather than keep.
 _CHEAP = frozenset({
@@ -41,8 +41,9 @@ def sink_cheap_ops(graph: OpGraph, *, of_state: bool = False) -> OpGraph:
     for op in graph.block.ops:
         if op.section.repeats:
             known = names.setdefault(op.section, {})
-            for value in read_by(op):
-                _make(value, op.section, cheap, known, fresh, rows, graph.num_microbatches)
+            for made in (each for value in read_by(op) for each in missing(value, cheap, known)):
+                count = made.count * graph.num_microbatches
+                rows.append(replace(clone(made, known, fresh), section=op.section, count=count))
             op = reading(op, known)
         rows.append(op)
     return renumbered(
@@ -106,29 +107,6 @@ def _enlarged(graph: OpGraph) -> dict[int, Op]:
             found[v] = cheap[v]
             waiting += read_by(cheap[v])
     return found
-
-
-def _make(
-    value: int,
-    section: Section,
-    cheap: Mapping[int, Op],
-    known: dict[int, int],
-    fresh: Fresh,
-    rows: list[Op],
-    num_microbatches: int,
-) -> None:
-    """Adds the operation of a cheap value to a section, with those of its operands."""
-    waiting = [value]
-    while waiting:
-        op = cheap.get(waiting[-1]) if waiting[-1] not in known else None
-        missing = [v for v in read_by(op) if v in cheap and v not in known] if op is not None else []
-        if missing:
-            waiting += reversed(missing)
-            continue
-        waiting.pop()
-        if op is not None:
-            made = clone(op, known, fresh)
-            rows.append(replace(made, section=section, count=made.count * num_microbatches))
 
 
 def _without_unread(rows: list[Op], outputs: tuple[Atom, ...], cheap: Mapping[int, Op]) -> tuple[Op, ...]:

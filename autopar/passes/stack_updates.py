@@ -37,7 +37,6 @@ from autopar.ir.graph import (
     OpKind,
     Role,
     Section,
-    Value,
     has_effects,
     read_by,
     values_of,
@@ -47,6 +46,7 @@ from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
 from autopar.ir.rewrite import CanonicalForm, renumbered
 from autopar.kernels.local import runs_locally
 from autopar.microbatch.cut_graph import cut_graph
+from autopar.microbatch.plain_loop import run_block
 from autopar.sharding.rules import RuleBook, with_rules
 
 # Arithmetic operations for each byte that enters and leaves: below it a chain multiplies matrices with vectors, which
@@ -445,7 +445,7 @@ def _works_along(op: Op, dims: Mapping[int, tuple[int, ...]], size: int) -> bool
 def _program(graph: OpGraph, group: _Group, parts: int) -> Callable[..., list[Any]]:
     """A function from the operands of a group to its results, chain after chain."""
     batch, count, total = group.batch, len(group.chains), len(group.chains) * group.layers
-    block, values = (group.chains[0].block, graph.values) if batch is None else (batch.one.block, batch.one.values)
+    block, of = (group.chains[0].block, graph) if batch is None else (batch.one.block, batch.one)
     in_dims = batch.input_dims if batch is not None else [None] * len(group.shared)
     out_dims = batch.output_dims if batch is not None else [None] * len(block.outputs)
     rounds = -(-total // parts)
@@ -458,7 +458,7 @@ def _program(graph: OpGraph, group: _Group, parts: int) -> Callable[..., list[An
             arrays = [next(rest) for _ in range(1 if same else count)]
             rows = [_layers_first(array, dim, group.layers) for array in arrays if not same]
             columns.append(arrays[0] if same else _first([*rows] * -(-rounds * parts // total), rounds * parts))
-        of_round = jax.vmap(lambda *xs: _evaluated(block, xs, values), in_axes=[0 if each else None for each in mapped])
+        of_round = jax.vmap(lambda *xs: run_block(block, xs, of), in_axes=[0 if each else None for each in mapped])
         made = [jax.lax.split(rows, sizes) for rows in _over_rounds(of_round, columns, mapped, rounds)]
         return [_layers_back(pieces[n], dim) for n in range(count) for pieces, dim in zip(made, out_dims, strict=True)]
 
@@ -502,56 +502,6 @@ def _layers_first(array: Any, dim: int | None, layers: int) -> Any:
 def _layers_back(rows: Any, dim: int | None) -> Any:
     """The inverse of `_layers_first`."""
     return jnp.squeeze(rows, 0) if dim is None else jnp.moveaxis(jnp.squeeze(rows, dim + 1), 0, dim)
-
-
-def _evaluated(
-    block: Block, arguments: Sequence[Any], values: Sequence[Value], outer: Mapping[int, Any] | None = None
-) -> list[Any]:
-    """The outputs of a block."""
-    env: dict[int, Any] = {**(outer or {}), **dict(zip(block.inputs, arguments, strict=True))}
-    for op in block.ops:
-        read = [env[a] if isinstance(a, int) else a.literal.val for a in op.inputs]
-        with jax_compat.standing_at(op.eqn):
-            env.update(zip(op.outputs, _results(op, read, env, values), strict=True))
-    return [env[a] if isinstance(a, int) else a.literal.val for a in block.outputs]
-
-
-def _results(op: Op, read: list[Any], env: Mapping[int, Any], values: Sequence[Value]) -> Sequence[Any]:
-    if op.kind is OpKind.EQUATION:
-        return jax_compat.bind(op.eqn, read)
-
-    def like(arrays: Sequence[Any], ids: Sequence[int]) -> list[Any]:
-        """Carried values with the types of the traced loop."""
-        avals = [jax_compat.struct(values[v].shape, values[v].dtype, values[v].weak_type) for v in ids]
-        return [
-            a if hasattr(a, "aval") and a.aval.weak_type == aval.weak_type else jax_compat.with_type(a, aval)
-            for a, aval in zip(arrays, avals, strict=True)
-        ]
-
-    runs = [lambda xs, block=block: _evaluated(block, xs, values, env) for block in op.blocks]
-    if op.kind is OpKind.COND:
-        branches = [lambda *xs, run=run: like(run(xs), op.outputs) for run in runs]
-        index = read[0].astype(jnp.int32) if read[0].dtype == jnp.bool_ else read[0]
-        return jax.lax.switch(index, branches, *read[1:])
-    k, n = op.num_consts, op.num_consts + op.num_carry
-    if op.kind is OpKind.WHILE:
-        j, carried = op.num_condition_consts, op.blocks[1].inputs[op.num_consts - op.num_condition_consts :]
-        return jax.lax.while_loop(
-            lambda carry: runs[0]([*read[:j], *carry])[0],
-            lambda carry: like(runs[1]([*read[j:k], *carry]), carried),
-            like(read[k:], carried),
-        )
-    carried = op.blocks[0].inputs[k:n]
-
-    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = runs[0]([*read[:k], *carry, *slices])
-        return like(outs[: n - k], carried), outs[n - k :]
-
-    carry, stacked = jax.lax.scan(
-        body, like(read[k:n], carried), read[n:], length=op.trips,
-        reverse=op.eqn.params["reverse"], unroll=op.eqn.params["unroll"],
-    )  # fmt: skip
-    return [*carry, *stacked]
 
 
 # In the graph
