@@ -322,8 +322,7 @@ read, also behind an optimization barrier.
 Memory of TPU programs. libtpu's `temp_size_in_bytes` counts what it takes for space between buffers twice. It says 420
 MB of a program of three scanned layers that are computed again, which it compiles for 334 MiB of memory and refuses for
 331. Rows have the block that is allocated, by jax 0.12's `total_allocation_bytes`; before jax 0.12 it is read from
-`peak_memory_in_bytes`, which leaves out the space between buffers (0 to 3 % of gigabytes, 14 % of 142 MB). Rows of v6e,
-and of v5p of versions below 131, are of the reading before.
+`peak_memory_in_bytes`, which leaves out the space between buffers (0 to 3 % of gigabytes, 14 % of 142 MB).
 
 Logits of a loss are held in 16 bits and once more in 32, as the gather of the labels' logits reads them: 805 MB of the
 large GPT's program. They wait until the gradient of the head is made, which XLA's scheduler puts off.
