@@ -155,7 +155,8 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
         return self.joint + self.met
 
     def text(self) -> str:
-        return msgspec.json.encode(self).decode()
+        where = self.where.encode(errors="replace").decode()  # a path may be no text
+        return msgspec.json.encode(msgspec.structs.replace(self, where=where)).decode()
 
     @classmethod
     def read(cls, text: str) -> Sign:

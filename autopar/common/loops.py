@@ -46,10 +46,16 @@ def while_loop(condition: Run, body: Run, operands: Sequence[Any], counts: tuple
         return condition([*operands[:k], *carry])[0]
 
     def step(carry: list[Any]) -> list[Any]:
-        made, going = typed(body([*operands[k:n], *carry])), holds(carry)
-        return [_where(going, new, old) for new, old in zip(made, carry, strict=True)] if going.shape else made
+        return typed(body([*operands[k:n], *carry]))
 
-    return jax.lax.while_loop(lambda carry: jnp.any(holds(carry)), step, typed(operands[n:]))
+    def step_of_some(carry: list[Any]) -> list[Any]:
+        going = holds(carry)
+        return [_where(going, new, old) for new, old in zip(step(carry), carry, strict=True)]
+
+    first = typed(operands[n:])
+    if not jax.eval_shape(holds, first).shape:
+        return jax.lax.while_loop(holds, step, first)
+    return jax.lax.while_loop(lambda carry: jnp.any(holds(carry)), step_of_some, first)
 
 
 def _where(holds: Any, new: Any, old: Any) -> Any:

@@ -504,6 +504,8 @@ class _MemoryWriter:
         )
         bodies = [self.body(block, env) for block in loop.blocks]
         outputs = tuple(self.define(v, place, env) for v, place in loop.keys_made)
+        for key, stack in zip(loop.keys_made, outputs, strict=True):
+            self.nbytes[stack] //= 2 if key in self.rounded else 1
         if op.kind is OpKind.COND:
             branches = tuple(
                 MemoryStep(

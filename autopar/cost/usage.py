@@ -53,8 +53,12 @@ class CollectiveUse:
 
 def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostModel) -> tuple[CollectiveUse, ...]:
     """Every collective of a lowered step, in program order. Of a branch, the alternative that sends most."""
-    found: list[CollectiveUse] = []
     rounded = rounded_copies(graph, lowered.instructions, results_of(lowered), model)
+    return tuple(_uses_of(graph, lowered, model, rounded))
+
+
+def _uses_of(graph: OpGraph, lowered: LoweredBlock, model: CostModel, rounded: frozenset[Key]) -> list[CollectiveUse]:
+    found: list[CollectiveUse] = []
     for instruction in lowered.instructions:
         if isinstance(instruction, Move):
             value, is_rounded = graph.values[instruction.value], (instruction.value, instruction.target) in rounded
@@ -68,12 +72,12 @@ def predicted_collectives(graph: OpGraph, lowered: LoweredBlock, model: CostMode
         elif isinstance(instruction, Compute):
             found += [use for _, use in uses_of_ring(instruction, model)]
         elif isinstance(instruction, Loop):
-            inner = [predicted_collectives(graph, block, model) for block in instruction.blocks]
+            inner = [_uses_of(graph, block, model, rounded) for block in instruction.blocks]
             if instruction.op.kind is OpKind.COND:
                 found += max(inner, key=lambda uses: sum(u.total_bytes for u in uses))
             else:
                 found += [use for uses in inner for use in uses]
-    return tuple(found)
+    return found
 
 
 def results_of(lowered: LoweredBlock) -> list[Key]:
@@ -217,32 +221,63 @@ _MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
 def rounded_copies(
     graph: OpGraph, instructions: Sequence[Instruction], results: Iterable[Key], model: CostModel
 ) -> frozenset[Key]:
-    """The copies that moves among these instructions make in 16 bits; `results` are read by others too."""
-    if not model.compiler.products_round:
-        return frozenset()
+    """The copies that moves among these instructions make in 16 bits, in the bodies of their scans too, and the stacks
+    that scans make of such copies; `results` are read by others too.
+    """
     rounded: set[Key] = set()
-    elsewhere: set[Key] = set(results)  # read by what does not round
-    in_products: set[Key] = set()
-    for instruction in reversed(instructions):
-        if isinstance(instruction, Move):
-            key = instruction.value, instruction.target
-            wide = graph.values[instruction.value].dtype == "float32"
-            if (
-                wide
-                and key in in_products
-                and key not in elsewhere
-                and not any(step.kind.reduces for step in instruction.steps)
-            ):
-                rounded.add(key)
-            elsewhere.update(instruction.keys_read)
-        elif isinstance(instruction, Compute) and _rounds(instruction.op):
-            in_products.update(instruction.keys_read)
-        elif isinstance(instruction, Compute) and instruction.op.primitive in _MOVING:
-            (made,) = instruction.keys_made
-            (in_products if made in in_products and made not in elsewhere else elsewhere).update(instruction.keys_read)
-        else:
-            elsewhere.update(instruction.keys_read)
+    if model.compiler.products_round:
+        _Readers(elsewhere=set(results)).mark(graph, instructions, rounded)
     return frozenset(rounded)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Readers:
+    """The places that products read which round, and those that something else reads."""
+
+    elsewhere: set[Key]
+    in_products: set[Key] = dataclasses.field(default_factory=set)
+
+    def round(self, key: Key) -> bool:
+        return key in self.in_products and key not in self.elsewhere
+
+    def mark(self, graph: OpGraph, instructions: Sequence[Instruction], rounded: set[Key]) -> None:
+        """Adds the copies of these instructions that are rounded, last ones first."""
+        for instruction in reversed(instructions):
+            if isinstance(instruction, Move):
+                key = instruction.value, instruction.target
+                wide = graph.values[instruction.value].dtype == "float32"
+                rounds = wide and self.round(key) and not any(step.kind.reduces for step in instruction.steps)
+                if rounds:
+                    rounded.add(key)
+                (self.in_products if rounds else self.elsewhere).update(instruction.keys_read)
+            elif isinstance(instruction, Compute) and _rounds(instruction.op):
+                self.in_products.update(instruction.keys_read)
+            elif isinstance(instruction, Compute) and instruction.op.primitive in _MOVING:
+                (made,) = instruction.keys_made
+                (self.in_products if self.round(made) else self.elsewhere).update(instruction.keys_read)
+            elif isinstance(instruction, Loop) and instruction.op.kind is OpKind.SCAN:
+                self.scan(graph, instruction, rounded)
+            else:
+                self.elsewhere.update(instruction.keys_read)
+
+    def scan(self, graph: OpGraph, loop: Loop, rounded: set[Key]) -> None:
+        """A scan: its stacks are made of what the body leaves, and read as the body reads their slices."""
+        (body,), op = loop.blocks, loop.op
+        first, made = op.num_consts + op.num_carry, dict(enumerate(loop.keys_made))
+        left = zip(body.block.outputs, body.outputs, strict=True)
+        ends = {i: (atom, place) for i, (atom, place) in enumerate(left) if isinstance(atom, int) and place is not None}
+        stacked = {i: key for i, key in ends.items() if i >= op.num_carry and self.round(made[i])}
+        inside = _Readers({key for i, key in ends.items() if i not in stacked}, set(stacked.values()))
+        inside.mark(graph, body.instructions, rounded)
+        rounded.update(made[i] for i, key in stacked.items() if key in rounded)
+        entries, operands = zip(body.block.inputs, body.entries(), strict=True), set[Key]()
+        for position, (entry, v, place) in enumerate(zip(entries, op.inputs, loop.reads, strict=True)):
+            if isinstance(v, int) and place is not None:
+                operands.add((v, place))
+                is_carried = op.num_consts <= position < first
+                rounds = not is_carried and inside.round(entry)
+                (self.in_products if rounds else self.elsewhere).add((v, place))
+        self.elsewhere.update(set(loop.keys_read) - operands)
 
 
 def _rounds(op: Op) -> bool:

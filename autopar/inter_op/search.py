@@ -146,8 +146,9 @@ def _problems(microbatched: MicrobatchedStep, cluster: Cluster, request: PlanReq
 
 
 def _shared_option(microbatched: MicrobatchedStep, costs: NodeCosts, size: int) -> StageOption:
-    """The layers on so many devices: the operations of each, shared by all of these. What runs wherever it is read, and
-    what is done once in a step, is left out. Equal layers take as long as the one that stands for them in the tables.
+    """The layers on so many devices: the operations of each, shared by all of these. What several layers read that have
+    each their own copy, and what is done once in a step, is left out. Equal layers take as long as the one that stands
+    for them in the tables.
     """
     folded, num_layers = microbatched.folded, len(microbatched.layers)
     of_layer = {section: dict.fromkeys(folded.weight, 0.0) for section in (Section.FORWARD, Section.BACKWARD)}

@@ -294,13 +294,16 @@ class _MeshSearches:
 
         An evaluation on the whole step takes ten times as long as a bound on the folded one: where layers are folded
         all meshes are bounded first, and that of the least bound is evaluated first, which spares others theirs. None
-        is begun any more once one may be as fast as any plan can be.
+        is begun any more once one may be as fast as any plan can be, or no time is left. On three axes, whose tables
+        are large, each is evaluated before the next one is begun.
         """
-        bounds_first = self.folds and len(meshes) > 1 and self.context.views.folded is not None
+        few = all(len(mesh.axis_sizes) <= MOST_AXES for mesh, _ in meshes)
+        bounds_first = self.folds and few and len(meshes) > 1 and self.context.views.folded is not None
         left, begun = list(meshes), list[MeshSearch]()
         while left or begun:
-            first = min(begun, key=lambda search: search.at_least_s, default=None)
-            if first is not None and (not left or not self.context.may_gain_on(first.at_least_s)):
+            late = self.context.deadline.passed
+            first = min(begun, key=lambda search: 0.0 if late else search.at_least_s, default=None)
+            if first is not None and (not left or late or not self.context.may_gain_on(first.at_least_s)):
                 begun.remove(first)
                 outcome = self.evaluated(first)
             else:

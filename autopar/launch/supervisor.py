@@ -247,8 +247,12 @@ class OutputOfProcess:
         return tuple(self._kept)
 
     def _follow(self, end: IO[bytes], to: int) -> None:
+        is_part = False
         with end:
             while line := end.readline(MOST_LINE_BYTES):
+                ends_part, is_part = is_part and line == b"\n", not line.endswith(b"\n")
+                if ends_part:
+                    continue
                 line = line.removesuffix(b"\n")
                 if to == 2:
                     self._kept.append((time.monotonic(), line.decode(errors="replace")))

@@ -20,6 +20,10 @@ class CombinesExamples(Exception):
         super().__init__(why)
         self.op, self.why = op, why
 
+    def plain(self) -> CombinesExamples:
+        """The same without the frames that it was raised in, which would keep the graphs of a kept state alive."""
+        return CombinesExamples(self.op, self.why)
+
 
 class Form(HashedById):
     INVARIANT = "invariant"  # the whole batch's value, in every micro-batch

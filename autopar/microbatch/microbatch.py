@@ -638,7 +638,7 @@ class _Followed:
 class _Found:
     """Of the graph of a whole batch that is cut, in the number of micro-batches that was asked for first. `followed`:
     with the whole batch's literals (False), and with those of a micro-batch's own program, in gradient accumulation.
-    `powers`: of the latter, as far as a number of `traced_in` micro-batches.
+    `powers`: of the latter, in the divisors of `traced_in` micro-batches.
     """
 
     dims: CutDims | None = None
@@ -673,7 +673,7 @@ class _Found:
 
     def own_program(self, traced: TracedStep, cut: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph | None:
         """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals."""
-        if self.powers is not None and num_microbatches < self.traced_in:
+        if self.powers is not None and self.traced_in % num_microbatches == 0:
             return with_own_literals(cut, self.powers, num_microbatches)
         try:
             smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
@@ -696,7 +696,7 @@ def _cut(traced: TracedStep, whole: OpGraph, num_microbatches: int, rules: RuleB
     """
     first = len(whole.block.inputs) - len(traced.in_avals)
     inputs = {first + i: dim for i, dim in example_leaves(traced).items()}
-    found = _found.of(whole, tuple(inputs.items()), _Found)
+    found = _found.of(whole, (tuple(inputs.items()), traced.per_microbatch), _Found)
     if found.dims is None or not found.dims.hold_in(num_microbatches):
         found.along(cut_dims(whole, inputs, num_microbatches, traced.name))
     assert found.dims is not None, "they are found"

@@ -374,7 +374,7 @@ class Follower:
         missing = [s for s in states if s.form is Form.UNAVAILABLE]
         if missing and not (self.deferring and op.kind in (OpKind.SCAN, OpKind.BARRIER)):
             causes = [s.cause for s in missing if s.cause is not None]
-            raise causes[0] if causes else CombinesExamples(op, "it reads a result of all examples")
+            raise causes[0].plain() if causes else CombinesExamples(op, "it reads a result of all examples")
 
     def _examples(self, op: Op, part: Op, states: Sequence[State]) -> list[State]:
         """Results of an equation that reads parts."""
@@ -525,7 +525,7 @@ class Follower:
             shared = shared_operands(op, states) if self.sharing else []
             if not shared and self._can_wait(op, states):
                 self.late.pop(op.outputs[0], None)
-                cause = next((s.cause for s in states if s.form is Form.UNAVAILABLE and s.cause), mixes)
+                cause = next((s.cause for s in states if s.form is Form.UNAVAILABLE and s.cause), mixes.plain())
                 return [State(form=Form.UNAVAILABLE, streams=False, cause=cause) for _ in op.outputs]
             if not shared:
                 raise

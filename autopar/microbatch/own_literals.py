@@ -2,7 +2,8 @@
 
 Gradient accumulation runs the program that was traced on a micro-batch. Where that is the one cut out of the whole
 batch but for literals that grow with the examples, or shrink with them, so is the program in a number of micro-batches
-between two in which it was seen to be: a size that is rounded up, or at least so large, is no more even at one of them.
+that divides the one in which this was seen: a size that is rounded is even in multiples of examples in which it is, and
+one that is at least, or at most, so large is no more even at one end, the examples seen or the whole batch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def _apart(op: Op, late: Mapping[int, Mapping[int, State]], fresh: Fresh) -> tup
     head = part_of_results(summing, kept)
     tail = part_of_results(_reading_sums(op, sums, stacks, fresh), late_results)
     if head is None or tail is None or _makes_examples(tail, states):
-        raise next(s.cause for s in states.values() if s.form is Form.UNAVAILABLE and s.cause is not None)
+        causes = (s.cause for s in states.values() if s.form is Form.UNAVAILABLE and s.cause is not None)
+        raise next(causes).plain()
     tail = replace(clone(tail, {}, fresh), outputs=tail.outputs)  # with values of its own but for the results
     stacked_states = {stack: of_stack(states[s]) for stack, s in zip(stacks, sums, strict=True)}
     return ((head, tail) if kept else (tail,)), stacked_states
@@ -219,7 +220,7 @@ class _StateFinder:
     def _class_of(self, op: Op, part: Op, states: Sequence[State]) -> Hashable:
         """Equal for equations whose results are in the same states."""
         if op.kind is not OpKind.EQUATION or op.id in self.follower.updates.ops:
-            return op.outputs
+            return op.id, *op.outputs
         code = id(op.eqn) if has_code(op.eqn) else None
         permission = self.follower.permission(op)
         return op.key, part.key, code, _arguments(op), _arguments(part), op.role, permission, *states
@@ -409,7 +410,7 @@ class _StateFinder:
         of_examples = any(not self.follower.same_shape(v) for v in values)
         is_work = is_heavy(op) if op.id in self.tails else is_work_on_examples(op)
         if self.num_microbatches > 1 and of_examples and is_work:
-            beside = "" if cause is mixes else f", and {_place(op)} needs the result for each of them"
+            beside = "" if cause.op is mixes.op else f", and {_place(op)} needs the result for each of them"
             raise MixedExamplesError(
                 where=_place(cause.op),
                 expected="a step that works on each example alone until it sums over them",
@@ -443,7 +444,7 @@ def _draws_rows(op: Op) -> bool:
 
 def _cause(mixes: CombinesExamples, states: Sequence[State]) -> CombinesExamples:
     """The first operation that combined examples, among those that this one depends on."""
-    return next((s.cause for s in states if s.cause is not None and not s.early), mixes)
+    return next((s.cause for s in states if s.cause is not None and not s.early), mixes.plain())
 
 
 def _place(op: Op) -> str:

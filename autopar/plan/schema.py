@@ -352,9 +352,9 @@ class PlanRecord:
     candidates: tuple[CandidateRecord, ...]
     notes: tuple[str, ...]
     least_step_time_s: float
+    axis_roles: tuple[tuple[str, ...], ...]
     pipeline: PipelineRecord | None = None
     axis_names: tuple[tuple[str, ...], ...] = ()
-    axis_roles: tuple[tuple[str, ...], ...] = ()
     attention_kernel: str = ""
     scan_recompute: str = ""
     stacked_over: int = 0

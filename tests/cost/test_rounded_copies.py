@@ -14,6 +14,7 @@ from autopar.inter_op.staged import task_cost
 from autopar.lowering.instructions import Move
 from autopar.runtime.emit import joinable
 from autopar.sharding.resharding import StepKind
+from benchmarks.zoo import CASES
 
 WIDTH, DEVICES = 256, 8
 # What a device of eight sends to make one whole float32 weight on all of them.
@@ -110,3 +111,50 @@ def test_a_copy_that_a_task_hands_on_is_sent_in_32_bits(monkeypatch):
     assert gathers(timed(graph, block, model, results=handing_on.outputs)) == [2 * GATHERED] * 3
     cluster = autopar.Cluster.parse("tpu-v5e:2x4")
     assert task_cost(planned, handing_on, cluster).seconds > task_cost(planned, task, cluster).seconds
+
+
+def recurrent_gathers(cluster, turn, *, carried=False):
+    """Bytes of all-gathers under ZeRO 3 of a scan whose turns read a weight, which they hand on where it is carried."""
+
+    def step(w, x):
+        def of_turn(carry, x):
+            h, *own = carry
+            return (turn(own[0] if carried else w, h + x), *own), None
+
+        def loss(w):
+            first = jnp.zeros_like(x[0])
+            (h, *_), _ = jax.lax.scan(of_turn, (first, w) if carried else (first,), x)
+            return jnp.mean(h**2)
+
+        return (w - 0.1 * jnp.sign(w)) * (loss(w) > 0), {}
+
+    batch = jax.ShapeDtypeStruct((4, 64 * DEVICES, WIDTH), jnp.float32)
+    parallel = autopar.parallelize(step, plan=recipes.zero(3), cluster=cluster, cache_dir=None, batch_axis=1)
+    plan = parallel.plan(jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), batch)
+    return plan.predicted.by_kind()["all-gather"][1]
+
+
+@pytest.mark.parametrize(
+    ("turn", "carried", "share"),
+    [
+        (lambda w, h: jnp.tanh(h @ w), False, 0.5),
+        (lambda w, h: jnp.tanh(h @ w), True, 1.0),
+        (lambda w, h: jnp.tanh(h @ w) + w[0], False, 1.0),
+    ],
+    ids=["products", "carried", "read by others"],
+)
+def test_weights_of_products_in_a_scan_are_gathered_in_half_their_bytes_on_tpu(turn, carried, share):
+    assert recurrent_gathers("dgx-h100", turn, carried=carried) == GATHERED
+    assert recurrent_gathers("tpu-v5e:2x4", turn, carried=carried) == share * GATHERED
+
+
+def test_what_a_scan_stacks_for_products_is_gathered_and_kept_in_half_its_bytes_on_tpu():
+    """Of an LSTM in tensor parallelism: its states are gathered in each turn, and stacked for the gradient of weights,
+    as in XLA's program for v5e (`benchmarks.compiled_elsewhere`).
+    """
+    turns, examples, width = 16, 512, 1024
+    case = CASES["lstm"](width=width, features=256, length=turns, batch=examples)
+    arguments = jax.eval_shape(case.init, jax.random.key(0)), case.batch(0)
+    plan = autopar.plan(case.step, *arguments, cluster="tpu-v5e:2x4", cache_dir=None)
+    sent_bytes = plan.predicted.by_kind()["all-gather"][1]
+    assert sent_bytes == pytest.approx(turns * examples * width * 2 * (DEVICES - 1) / DEVICES, rel=0.01)

@@ -92,27 +92,53 @@ def test_a_mesh_that_cannot_win_is_not_evaluated_and_says_so(cluster):
     assert left.why.startswith(("a bound says that it is slower by about ", "slower by "))
 
 
-def test_the_mesh_that_may_be_fastest_is_evaluated_first(monkeypatch):
-    """Of a step with its layers folded: all are bounded before one is evaluated on the whole step, in that order."""
+def deep_context(**request):
+    """Of a step that is folded, however small its integer program is."""
     params = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 8
     examples = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
     arguments = params, {"x": examples, "y": examples}
     traced = trace(chain_step, arguments, names=("params", "batch"), donate=(0,), batch=(1,))
-    context = planning_context(traced, Cluster.preset("dgx-h100"), PlanRequest(), BOOK, Progress("", show=False))
-    monkeypatch.setattr(spmd_search, "SMALL", 0)
-    outcome, seen = MeshSearch.outcome, []
+    cluster = Cluster.preset("dgx-h100")
+    return planning_context(traced, cluster, PlanRequest(**request), BOOK, Progress("", show=False))
 
-    def evaluated(search):
-        seen.append((search.intra_op.model.links.mesh.axis_sizes, search.at_least_s))
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """(mesh, bound, searches begun before) of each search that is evaluated on the whole step; without baselines."""
+    begin, outcome, begun, seen = spmd_search.begin_on_mesh, MeshSearch.outcome, [], []
+
+    def begins(*args, **named):
+        begun.append(1)
+        return begin(*args, **named)
+
+    def evaluates(search):
+        seen.append((search.intra_op.model.links.mesh.axis_sizes, search.at_least_s, len(begun)))
         return outcome(search)
 
-    monkeypatch.setattr(MeshSearch, "outcome", evaluated)
+    monkeypatch.setattr(spmd_search, "SMALL", 0)
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.begin_on_mesh", begins)
+    monkeypatch.setattr(MeshSearch, "outcome", evaluates)
     monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _: [])
+    return seen
+
+
+def test_the_mesh_that_may_be_fastest_is_evaluated_first(evaluated):
+    """All of up to two axes are bounded before one is evaluated on the whole step, in the order of their bounds."""
+    context = deep_context()
     found = [*mesh_candidates(context)]
-    of_two_axes = [each for each in seen if len(each[0]) < 3]
-    assert [sizes for sizes, _ in of_two_axes] != sorted((sizes for sizes, _ in of_two_axes), key=len)
-    assert [least_s for _, least_s in of_two_axes] == sorted(least_s for _, least_s in of_two_axes)
-    assert len(found) == len(distinct_meshes(context.cluster, 3))
+    few = [each for each in evaluated if len(each[0]) < 3]
+    assert [sizes for sizes, _, _ in few] != sorted((sizes for sizes, _, _ in few), key=len)
+    assert [least_s for _, least_s, _ in few] == sorted(least_s for _, least_s, _ in few)
+    meshes = distinct_meshes(context.cluster, 3)
+    assert few[0][2] == sum(len(mesh.axis_sizes) < 3 for mesh in meshes)
+    assert len(found) == len(meshes)
+
+
+def test_without_time_the_first_mesh_is_evaluated_at_once(evaluated):
+    first, *others = mesh_candidates(deep_context(time_limit_s=0.0))
+    assert [number for _, _, number in evaluated] == [1]
+    assert first.peak_bytes <= deep_context().limit_bytes
+    assert all("time_limit_s" in other.why for other in others)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """`jax.shard_map` in a step: equal to plain `jax.jit` under every kind of plan, on the devices it is split over."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import AxisType
 
 import autopar
 from autopar import recipes
+from autopar.common import loops
 from autopar.errors import MixedExamplesError, UnsupportedError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
@@ -238,6 +241,17 @@ def test_a_branch_and_a_while_loop_inside_of_an_island():
 
     for recipe, devices in ((None, 4), (None, 8), (recipes.data_parallel(), 8)):
         assert_equals_jit(step, recipe, devices, arguments())
+
+
+def test_a_condition_for_all_rows_is_computed_once_a_turn():
+    def goes_on(operands):
+        return [operands[0] < 5]
+
+    run = functools.partial(loops.while_loop, goes_on, lambda operands: [operands[0] + 1], counts=(0, 0), typed=list)
+    (loop,) = jax.make_jaxpr(lambda x: run(operands=[x]))(jnp.int32(0)).eqns
+    assert [eqn.primitive.name for eqn in loop.params["cond_jaxpr"].eqns] == ["lt"]
+    assert [eqn.primitive.name for eqn in loop.params["body_jaxpr"].eqns] == ["add"]
+    assert run(operands=[jnp.int32(0)]) == [5]
 
 
 def test_a_while_loop_that_goes_on_for_some_rows_of_an_island():

@@ -39,6 +39,8 @@ def test_a_line_without_end_is_written_in_parts():
     half = b"x" * (MOST_LINE_BYTES // 2)
     parts = written_of(half, half, half)
     assert [len(part) for part in parts] == [len(b"[0] \n") + MOST_LINE_BYTES, len(b"[0] \n") + MOST_LINE_BYTES // 2]
+    full = [len(part) - len(b"[0] \n") for part in written_of(half, half, b"\n\nb\n")]
+    assert full == [MOST_LINE_BYTES, 0, 1]
 
 
 def test_a_line_has_the_number_of_its_process():

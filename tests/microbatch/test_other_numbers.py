@@ -1,6 +1,7 @@
 """Graphs in several numbers of micro-batches of one step: the same, whatever number was asked for before."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def scaled_step(least, calls):
     return step
 
 
-def test_a_micro_batch_is_traced_in_no_number_between_others():
+def test_a_micro_batch_is_traced_in_no_divisor_of_another_number():
     calls = []
     t = traced(scaled_step(1, calls), jnp.ones((5, 3)), jnp.ones((32, 5)), ("scaled",))
     whole = build_graph(t, RULES)
@@ -194,6 +195,30 @@ def test_all_modules_that_mix_are_named_in_other_numbers():
     t = traced(step, jnp.ones((5, 3)), jnp.ones((32, 5)), NAMES)
     whole = build_graph(t, RULES)
     assert [micro_batched(t, n, RULES, whole).per_microbatch for n in (8, 4)] == [tuple(sorted(NAMES))] * 2
+    others = dataclasses.replace(t, per_microbatch=("*",))
+    assert micro_batched(others, 4, RULES, whole).per_microbatch == ("*",)
+
+
+@pytest.mark.parametrize("numbers", [(4, 3, 2), (6, 3, 2, 4), (2, 6, 3)])
+def test_a_size_that_is_rounded_is_traced_where_it_may_not_be_even(numbers):
+    """Of twelve examples in parts of three each four micro-batches have as many, three have one part too little."""
+
+    def step(params, x):
+        padded = -(-x.shape[0] // 3) * 3
+
+        def loss(params):
+            h = jnp.tanh(x @ params)
+            with jax.named_scope("norm"):
+                h = h - h.sum(0) / padded
+            return (h**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    t = traced(step, jnp.ones((5, 3)), jnp.ones((12, 5)), ("norm",))
+    whole = build_graph(t, RULES)
+    for number in numbers:
+        assert spelled(micro_batched(t, number, RULES, whole)) == spelled(micro_batched(t, number, RULES))
 
 
 @pytest.mark.parametrize("numbers", [(2, 4, 8, 16), (16, 8, 4, 2)])
@@ -213,6 +238,20 @@ def test_what_is_kept_with_a_graph_goes_with_it():
     assert len(kept) == 1
     del graph
     assert len(kept) == 0
+
+
+def test_what_is_kept_of_cuts_keeps_no_graph_alive():
+    """Nor do the errors that states of values have as their cause, and the frames in which they were raised."""
+    case = CASES["bookkeeping"]()
+    t = traced(case.step, jax.eval_shape(case.init, jax.random.key(0)), small_steps.shapes(case.batch(0)))
+    gc.collect()
+    others = len(microbatch._found)
+    whole = build_graph(t, RULES)
+    micro_batched(t, 2, RULES, whole)
+    assert len(microbatch._found) == others + 1
+    del whole
+    gc.collect()
+    assert len(microbatch._found) == others
 
 
 def test_a_step_whose_traces_differ_is_refused_where_modules_are_named():
