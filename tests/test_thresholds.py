@@ -49,6 +49,7 @@ NONE = {
     "solver.stage_search.EQUAL": "rounding",
     "microbatch.example_rules.SHARED": "a mark, not a size",
     "microbatch.forms.TRIPS": "a mark, not a size",
+    "microbatch.forms._MOST_POWERS": "a limit of what is followed: beyond it weights are found anew",
     "attention.reader.LONGEST": "a limit of what is followed: beyond it an array stays one",
     "passes.scan_stacks.MOST_STACKS": "a limit of what is followed: further loops stay whole",
     "cost.roofline._REAL_PRODUCTS": "of a product of complex numbers",

@@ -68,7 +68,7 @@ def test_stages_in_other_numbers_of_micro_batches_share_the_parts_of_a_scan(monk
     )
     traced = trace(step, (state, batch), names=("params", "batch"), donate=(0,), batch=(1,))
     # As for a step with a kernel whose sizes are its own, of which a micro-batch has to be traced.
-    monkeypatch.setattr(microbatch, "cut_graph", refusing)
+    monkeypatch.setattr(microbatch, "cut_dims", refusing)
     options = [{"num_microbatches": 2}, {"num_microbatches": 4}, {"num_microbatches": 2, "schedule": "interleaved"}]
     requests = [recipes.pipeline(2, **each).request for each in options]
 
