@@ -75,11 +75,11 @@ ABOUT_SEARCH = (
     "published plan and by the free search, both with all layers and by one model of costs. Above 1 the search is "
     "faster. Runs of one configuration under other releases have the same search. Rows without a search are not in "
     "the table. `short`: by a line through the published plans of two smaller models, whose memory is not told. With "
-    "all layers those of 32B on 64 v5p, 1.7B on 32 A100 and 70B on 64 GB200 need more memory than there is, by the "
-    "model: 124 GB of 103, 91 of 85, of which 39 are masks of dropout, and 333 of 192, where the run keeps activations "
-    "of 40 layers in the hosts' memory, which costs it nothing here: the search, which keeps them on the devices, is "
-    "slower by that. Searches of larger rows take more than five minutes of processor time (70B on 64 H100: 302 s, "
-    "9.53 s a step)."
+    "all layers those of 32B on 64 v5p, 1.7B on 32 A100 and 70B on 64 GB200 and 64 GB300 need more memory than there "
+    "is, by the model: 124 GB of 103, 91 of 85, of which 39 are masks of dropout, and of GB200 333 of 192. There the "
+    "runs keep activations of 40 and of 20 layers in the hosts' memory, which costs them nothing here: the search, "
+    "which keeps them on the devices, is slower by that (all in the hosts' memory, in two micro-batches, take 10.5 s on "
+    "GB200). Searches of larger rows take more than five minutes of processor time."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "
