@@ -3,7 +3,8 @@
 Some values are sent in 16 bits although they are kept in 32: copies that only matrix products read. A TPU's matrix
 units take bfloat16, and at default precision XLA rounds the 32-bit operands of a product to it. Where a copy of a value
 on other devices is read by such products only, XLA rounds before it sends: half the bytes go over the links, and the
-copy takes half the memory.
+copy takes half the memory. So it does in the turns of scans, of what they read in every turn, and of copies that they
+stack up (seen in programs of an LSTM for v5e, v5p and v6e, libtpu 0.0.42.1).
 """
 
 from __future__ import annotations
