@@ -11,11 +11,12 @@ from autopar.ir.graph import OpGraph, OpKind, Purpose, Section, read_by
 
 def saved_arrays(graph: OpGraph) -> frozenset[int]:
     """Activations that the forward pass makes, or another stage sends it, and that the backward pass reads: results of
-    products and of attention, in the place of one that it does not read what is made of it and read, and what
-    recomputation starts from.
+    products and of attention, and what recomputation starts from. Of a product that the backward pass does not read,
+    they are the values made of it that it does read.
 
-    Whatever else is saved follows from these in a few elementwise operations, which compilers do again where they read
-    it (they fuse them): it takes less memory than its arrays do. Numbers are left out, and sums over micro-batches.
+    Whatever else is saved follows from these in a few elementwise operations. With `recompute="matmuls"` the backward
+    pass does them again; without, what the compiler keeps of them stays on the device. Numbers are left out, and sums
+    over micro-batches.
     """
     repeating = {v for i, v in enumerate(graph.block.inputs) if i in graph.repeating}
     forward = [op for op in graph.block.ops if op.section is Section.FORWARD and op.kind is not OpKind.SPLIT]

@@ -4,7 +4,6 @@ import signal
 import textwrap
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from autopar.launch.placement import LOOPBACK, free_ports
@@ -58,11 +57,6 @@ def test_a_host_that_somebody_ends_ends_all_unless_they_are_elastic():
     outcomes = [ended(Stop.DONE), ended(Stop.SIGNAL, code=143)]
     assert (merged(outcomes, Policy()).stop, merged(outcomes, Policy()).code) == (Stop.SIGNAL, 143)
     assert merged(outcomes, ELASTIC).stop is Stop.RESIZE
-
-
-def test_an_outcome_is_read_as_it_was_written():
-    outcome = ended(Stop.FAILED, code=9, stepped=True, is_cause=True)
-    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
 
 
 SCRIPT = """
