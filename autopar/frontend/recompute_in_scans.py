@@ -69,7 +69,7 @@ class SavedValues:
 # The bodies of two scans, of which nothing is computed again, and all values -> what is saved; None: all that is read.
 Choice = Callable[[JoinedBodies, Sequence[Value]], SavedValues | None]
 BY_VALUE = "values "  # what a text begins with that names values
-_IN_HOST = "host"
+IN_HOST = "host"  # stands in front of values in the memory of the hosts
 
 
 def by_policy(policy: Recompute) -> Choice:
@@ -104,7 +104,7 @@ def text_of_saved(saved: Mapping[str, tuple[Iterable[str], Iterable[str]]]) -> s
     """What layers save, by their names: the places kept on the devices, and those in the memory of the hosts. As plans
     have it: `values 5f3a: input0 12.0 host 14.1; 90bc: input0 host`.
     """
-    return BY_VALUE + "; ".join(f"{name}: {' '.join([*kept, _IN_HOST, *host])}" for name, (kept, host) in saved.items())
+    return BY_VALUE + "; ".join(f"{name}: {' '.join([*kept, IN_HOST, *host])}" for name, (kept, host) in saved.items())
 
 
 def is_by_value(text: str) -> bool:
@@ -134,7 +134,7 @@ def choice_of(text: str) -> Choice:
 
     def saved(joined: JoinedBodies, _values: Sequence[Value]) -> SavedValues:
         value_at, name = places_of(joined), name_of(joined)
-        kept, _, in_host = layers.get(name, "").partition(_IN_HOST)
+        kept, _, in_host = layers.get(name, "").partition(IN_HOST)
         unknown = [place for place in (*kept.split(), *in_host.split()) if place not in value_at]
         if unknown or name not in layers:
             got = ", ".join(unknown) or f"layers {', '.join(layers)}"

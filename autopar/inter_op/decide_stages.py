@@ -107,7 +107,8 @@ class CanonicalGraph:
 def canonical_graph(graph: OpGraph) -> CanonicalGraph:
     form = CanonicalForm(graph, lambda op: (op.role, op.count))
     top = form.block_key(graph.block)
-    key = (top, graph.tied, graph.donated, graph.batch, graph.num_microbatches, graph.repeating)
+    in_host = frozenset(number for number, v in enumerate(form.values) if v in graph.saved_in_host)
+    key = (top, graph.tied, graph.donated, graph.batch, graph.num_microbatches, graph.repeating, in_host)
     return CanonicalGraph(key=key, ops=tuple(form.ops), values=form.values)
 
 

@@ -352,7 +352,8 @@ class _Search:
         others = self.other_numbers()
         refine_one_stage(self.builder, others, (0.0,) if hides else ())
         refine_in_other_counts(self.builder, others)
-        recompute_in_some_layers(self.builder, others, list(self.posed.decided.policies.values()))
+        ladders = [ladder for of in self.posed.decided.policies.values() for ladder in of.ladders()]
+        recompute_in_some_layers(self.builder, others, ladders)
         self.in_a_v()
 
     def needs_left_out(self, screen: MeshScreen, best: PipelineCandidate | PipelineEstimate | None) -> bool:

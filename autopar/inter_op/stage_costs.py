@@ -51,7 +51,7 @@ from autopar.lowering.instructions import (
 from autopar.lowering.lower import ShardingPlan
 from autopar.passes.fold_layers import FoldedGraph
 from autopar.passes.layers import Layers
-from autopar.passes.remat import forward_of_layers, recomputations, text_of_kept
+from autopar.passes.remat import Recomputation, forward_of_layers, recomputations, text_of_kept
 from autopar.solver import StageOption, Status
 from autopar.solver.stage_problem import weight_seconds
 
@@ -198,8 +198,8 @@ _LESS_IS_BETTER = (
 class _Row:
     """The cost of one layer. Seconds are those of one micro-batch, except `once_s`; bytes are those on one device.
 
-    By the number of each recomputation policy: the recomputed seconds, the bytes kept for the backward pass, and the
-    bytes kept for deferred gradients of weights.
+    By the number of each recomputation policy: the recomputed seconds, those in which the link to the host is busy in
+    each pass, the bytes kept for the backward pass, and the bytes kept for deferred gradients of weights.
     """
 
     forward_s: float = 0.0
@@ -207,6 +207,7 @@ class _Row:
     weight_s: float = 0.0
     once_s: float = 0.0
     recompute_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    sent_s: dict[int, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     given_bytes: int = 0
     saved_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -243,13 +244,29 @@ class LayerPolicies:
         names: Of the policies.
         of_layers: For each policy that of every layer.
         kept_bytes: Bytes that each keeps of a micro-batch, over all devices.
-        ops: For each policy the operations that it computes again, of the layers that stay in a folded graph.
+        again: For each policy what it computes again, and sends to the host, of the layers that stay in a folded graph.
     """
 
     names: tuple[str, ...]
     of_layers: tuple[tuple[str, ...], ...]
     kept_bytes: tuple[float, ...]
-    ops: tuple[Mapping[int, frozenset[int]], ...]
+    again: tuple[Mapping[int, Recomputation], ...]
+
+    def ladders(self) -> list[LayerPolicies]:
+        """The policies that keep less and less, without values in the memory of the hosts; those with some there."""
+        sends = [any(each.in_host for each in of_layers.values()) for of_layers in self.again]
+        ends = (0, len(sends) - 1)
+        ladders = [[i for i, sent in enumerate(sends) if not sent]]
+        ladders += [[i for i, sent in enumerate(sends) if sent or i in ends]] if any(sends) else []
+        return [self._of(sorted(ladder, key=lambda i: -self.kept_bytes[i])) for ladder in ladders]
+
+    def _of(self, numbers: Sequence[int]) -> LayerPolicies:
+        return LayerPolicies(
+            names=tuple(self.names[i] for i in numbers),
+            of_layers=tuple(self.of_layers[i] for i in numbers),
+            kept_bytes=tuple(self.kept_bytes[i] for i in numbers),
+            again=tuple(self.again[i] for i in numbers),
+        )
 
 
 def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster, *, by_value: bool) -> LayerPolicies:
@@ -261,12 +278,15 @@ def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster, *, by_
     """
     forward, kinds = forward_of_layers(folded.graph, folded.layer_of), layers.kind_of
     policies = {"nothing": dict.fromkeys(folded.weight, Recompute.NOTHING.value)}
-    choices: Iterable[Mapping[str, Sequence[str]]] = ()
+    choices: Iterable[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = ()
     if by_value:
-        choices = LayerValues.of_written_out(folded, forward, layers, cluster).kept_places(CHOICES)
+        choices = LayerValues.of_written_out(folded, forward, layers, cluster).saved_places(CHOICES)
     for number, places in enumerate(choices):
-        kept = {layer: text_of_kept(places[str(kinds[layer])]) for layer in forward if str(kinds[layer]) in places}
-        policies[f"by value ({number})"] = dict.fromkeys(folded.weight, Recompute.CHEAP.value) | kept
+        texts = {name: text_of_kept(kept, in_host) for name, (kept, in_host) in places.items()}
+        saved = {layer: texts[str(kinds[layer])] for layer in forward if str(kinds[layer]) in texts}
+        policy = dict.fromkeys(folded.weight, Recompute.CHEAP.value) | saved
+        if policy not in policies.values():
+            policies[f"by value ({number})"] = policy
     others = (Recompute.ALL,) if len(policies) > 1 else (Recompute.CHEAP, Recompute.HALF, Recompute.ALL)
     policies |= {policy.value: dict.fromkeys(folded.weight, policy.value) for policy in others}
     found = recomputations(folded.graph, folded.layer_of, list(policies.values()))
@@ -274,7 +294,7 @@ def layer_policies(folded: FoldedGraph, layers: Layers, cluster: Cluster, *, by_
         names=tuple(policies),
         of_layers=tuple(tuple(policy[layer] for layer in folded.stands_for) for policy in policies.values()),
         kept_bytes=tuple(sum(folded.weight[at] * each.kept_bytes for at, each in of.items()) for of in found),
-        ops=tuple({layer: each.ops for layer, each in of_layers.items()} for of_layers in found),
+        again=tuple(found),
     )
 
 
@@ -304,7 +324,7 @@ def stage_options(
         in_pieces = with_overlapped_axes(folded.graph, model, whole)
         for found in (whole,) if in_pieces is whole else (whole, in_pieces):
             terms = dataclasses.replace(decided.terms, overlapped_axes=found.sharding.overlapped_axes)
-            rows = _Pricing(folded, policies.ops, model, found.lowered, costs).run()
+            rows = _Pricing(folded, policies.again, model, found.lowered, costs).run()
             table = [rows[folded.stands_for[layer]] for layer in range(len(layers))]
             options += [
                 PricedOption(
@@ -339,12 +359,16 @@ def undominated(options: Sequence[PricedOption]) -> tuple[PricedOption, ...]:
 def _option(
     policy: int, name: str, table: Sequence[_Row], num_devices: int, send_s: np.ndarray, model: CostModel
 ) -> StageOption:
-    # What is computed again is there while the layer's backward pass runs.
+    def beside(computing_s: float, row: _Row) -> float:
+        sent_s = row.sent_s[policy]
+        return max(computing_s, sent_s) if model.overlap.host_copies else computing_s + sent_s
+
+    # What is computed again, or comes back, is there while the layer's backward pass runs.
     restored_bytes = [max(0, row.saved_bytes[0] - row.saved_bytes[policy]) for row in table]
     return StageOption(
         num_devices=num_devices,
-        forward_s=np.array([row.forward_s for row in table]),
-        backward_s=np.array([row.backward_s + row.recompute_s[policy] for row in table]),
+        forward_s=np.array([beside(row.forward_s, row) for row in table]),
+        backward_s=np.array([beside(row.backward_s + row.recompute_s[policy], row) for row in table]),
         weight_s=np.array([row.weight_s for row in table]),
         once_s=np.array([row.once_s for row in table]),
         state_bytes=np.array([row.state_bytes for row in table], dtype=np.int64),
@@ -356,19 +380,22 @@ def _option(
     )
 
 
+_NOTHING_AGAIN = Recomputation(frozenset(), 0)
+
+
 class _Pricing:
     """The costs of the layers of a folded graph under decisions."""
 
     def __init__(
         self,
         folded: FoldedGraph,
-        repeated: Sequence[Mapping[int, frozenset[int]]],
+        again: Sequence[Mapping[int, Recomputation]],
         model: CostModel,
         lowered: LoweredBlock,
         costs: NodeCosts,
     ) -> None:
-        """`repeated`: as `LayerPolicies.ops`."""
-        self.folded, self.graph, self.model, self.repeated = folded, folded.graph, model, repeated
+        """`again`: as of `LayerPolicies`."""
+        self.folded, self.graph, self.model, self.again = folded, folded.graph, model, again
         self.lowered = lowered
         self.rows = {layer: _Row() for layer in folded.weight}
         self.costs = costs
@@ -406,11 +433,15 @@ class _Pricing:
         made_forward = {key for ran in forward.values() for i, _ in ran for key in i.keys_made}
         made_repeating = {key for i in self.lowered.instructions if section_of(i).repeats for key in i.keys_made}
         for layer, row in self.rows.items():
-            for policy, ops in enumerate(self.repeated):
+            for policy, of_layers in enumerate(self.again):
+                of_layer = of_layers.get(layer, _NOTHING_AGAIN)
                 backward = parts.get((layer, Section.BACKWARD), [])
-                runs_again, needed = self.recomputed(ops.get(layer, frozenset()), forward.get(layer, []), backward)
+                runs_again, needed = self.recomputed(of_layer.ops, forward.get(layer, []), backward)
                 row.recompute_s[policy] = sum(time_s for _, time_s in runs_again)
-                row.saved_bytes[policy] = sum(self.nbytes(key) for key in needed & made_forward)
+                saved = {key: self.nbytes(key) for key in needed & made_forward}
+                sent_bytes = [nbytes for key, nbytes in saved.items() if key[0] in of_layer.in_host]
+                row.sent_s[policy] = sum(map(self.model.device.host_copy_s, sent_bytes))
+                row.saved_bytes[policy] = sum(saved.values()) - sum(sent_bytes)
                 deferred = self.deferred([i for i, _ in runs_again], backward)
                 row.deferred_bytes[policy] = sum(self.nbytes(key) for key in deferred & made_repeating)
         inputs = zip(self.lowered.block.inputs, self.lowered.inputs, self.folded.home_of, strict=True)

@@ -1,4 +1,4 @@
-"""The values of layers in scans that the backward pass reads, fetches from the hosts, or computes again, by value.
+"""The values of layers that the backward pass reads, fetches from the hosts, or computes again, by value.
 
 Each value that is made in the forward pass of a layer is kept on the devices, waits in the memory of the hosts, or is
 computed again of others. An integer program takes the least time in given bytes: what is kept is written and read,
@@ -37,7 +37,7 @@ from autopar.passes.remat import LayerForward
 
 # Of the bytes that layers of a scan save where memory is ample, those that are tried.
 SHARES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.22, 0.16, 0.1, 0.05, 0.0)
-# Of the bytes that cross the link to the host during the forward pass, those that are sent. In all of them a backward
+# Of the bytes that cross the link to the host during the forward pass, those that scans send. In all of them a backward
 # pass waits: a 1.3-billion decoder on an H100, predicted, takes 1,410 ms with half of them and 1,616 with all (37 GiB).
 SENT_SHARE = 0.5
 SHOWN = 3  # of the largest values
@@ -149,12 +149,26 @@ class LayerValues:
             return 0.0
         return in_turn_s([op], lambda inner: self._costs.compute_s(inner, None)) / self.cluster.num_devices
 
-    def kept_places(self, most: int) -> Iterator[Mapping[str, Sequence[str]]]:
-        """The places of values that layers keep, by the names of layers: in fewer and fewer bytes, `most` choices."""
+    def saved_places(self, most: int) -> Iterator[Mapping[str, tuple[Sequence[str], Sequence[str]]]]:
+        """The places of values that layers keep, and of those in the memory of the hosts, by the names of layers: in
+        fewer and fewer bytes, `most` choices; then as many of those with some there, where the link is known.
+        """
         if self.layers:
             program = SavingProgram(self)
-            for taken in program.frontier(0.0, most):
-                yield {name: kept for name, (kept, _) in program.places(taken).items()}
+            for most_sent_bytes in self.sent_bytes():
+                yield from map(program.places, program.frontier(most_sent_bytes, most))
+
+    def sent_bytes(self) -> list[float]:
+        """The most bytes that cross the link to the host in a step: none, and where the link is known as many as hide
+        behind the forward pass. Layers that are written out send none on TPU (`check_passes_apart`).
+        """
+        device = self.cluster.device
+        without = (Platform.CPU, Platform.TPU) if self.fuses else (Platform.CPU,)
+        if device.host_link_bytes_per_s is None or device.platform in without:
+            return [0.0]
+        forward_s = sum(self.seconds(op) for layer in self.layers for op in layer.forward)
+        share = 1.0 if self.fuses else SENT_SHARE
+        return [0.0, share * forward_s * device.host_link_bytes_per_s * self.cluster.num_devices]
 
     def choices(self) -> Iterator[SavedChoice]:
         """What to save in fewer and fewer bytes; then the same with some of it in the memory of the hosts, where the
@@ -162,12 +176,8 @@ class LayerValues:
         """
         if not self.layers:
             return
-        program, device = SavingProgram(self), self.cluster.device
-        sent_bytes = [0.0]
-        if device.host_link_bytes_per_s is not None and device.platform is not Platform.CPU:
-            forward_s = sum(self.seconds(op) for layer in self.layers for op in layer.forward)
-            sent_bytes.append(SENT_SHARE * forward_s * device.host_link_bytes_per_s * self.cluster.num_devices)
-        for most_sent_bytes in sent_bytes:
+        program = SavingProgram(self)
+        for most_sent_bytes in self.sent_bytes():
             yield from map(program.choice, program.in_shares(most_sent_bytes, SHARES))
 
 
@@ -197,10 +207,10 @@ class SavingProgram:
         for v, place in places.items():
             nbytes = self.layers.values[v].nbytes
             all_bytes = layer.times * nbytes
-            # What layers that are written out keep is not copied anywhere.
-            moved_s = 0.0 if self.layers.fuses else layer.turns * device.memory_s(2 * all_bytes) / num_devices
+            moved_s = layer.turns * device.memory_s(2 * all_bytes) / num_devices
             sent_bytes = layer.turns * all_bytes
-            kept[v] = self._column(("kept", name, place), (moved_s, all_bytes, 0, 1))
+            # What layers that are written out keep is not copied anywhere.
+            kept[v] = self._column(("kept", name, place), (0.0 if self.layers.fuses else moved_s, all_bytes, 0, 1))
             self.made_by[name, place] = "the input of layers"
             sent[v] = self._column(("host", name, place), (moved_s, 0, sent_bytes, nbytes >= SENT_FROM_BYTES))
         for i, op in enumerate(layer.forward):

@@ -329,10 +329,11 @@ def _members(bits: int) -> list[int]:
 # Host offloading of activations: what is saved for the backward pass waits for it in the memory of the host.
 #
 # A saved array goes to the host once the forward pass has made it, and comes back for the backward pass. The arrays
-# come in the order in which the backward pass reads them, as parts of about equal bytes:
+# come in the order in which the backward pass reads them, in parts that are full once they have the bytes of the largest
+# array: so the device holds as many in a long step as in a short one.
 #
-# (1) A part comes once the backward pass has got to the part before it, so that two are on the device at once: one that
-# is read, and one on its way. Barriers say so to the compiler. (2) Where the backward pass follows at once, which is in
+# (1) A part comes once the backward pass has got to the part `AHEAD` before it, so that few are on the device at once:
+# one that is read, and some on their way. Barriers say so to the compiler. (2) Where the backward pass follows at once, which is in
 # one program and on the last stage, the part that it reads first stays on the device: it would have to come back as
 # soon as it had gone. What a policy of `jax.checkpoint` offloads goes even then.
 #
@@ -351,7 +352,7 @@ def with_saved_in_host(
     """
     instructions = lowered.instructions
     parts = _parts(graph, _offered(graph, lowered, saved), mesh)
-    begins = [0, *(part[0].first_reader for part in parts)]  # of the part before each one
+    begins = [0] * AHEAD + [part[0].first_reader for part in parts]  # of the part before each one by so many
     follows_at_once = not any(isinstance(i, Leave) and section_of(i) is Section.FORWARD for i in instructions)
     after: dict[int | None, list[HostCopy]] = {}
     before: dict[int, list[HostCopy]] = {}
@@ -452,16 +453,16 @@ def _offered(graph: OpGraph, lowered: LoweredBlock, saved: frozenset[int]) -> li
 
 
 def _parts(graph: OpGraph, arrays: Sequence[_Saved], mesh: LogicalMesh) -> list[list[_Saved]]:
-    """The arrays as parts of about equal bytes."""
+    """The arrays in parts."""
 
     def nbytes(array: _Saved) -> int:
         value = graph.values[array.value]
         return local_bytes(value.shape, value.itemsize, array.layout, mesh)
 
-    total, filled = sum(map(nbytes, arrays)), 0
+    largest, filled = max(map(nbytes, arrays), default=0), 0
     parts: list[list[_Saved]] = []
     for array in arrays:
-        if not parts or filled * BUCKETS >= total:
+        if not parts or filled >= largest:
             parts.append([])
             filled = 0
         parts[-1].append(array)

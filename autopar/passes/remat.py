@@ -6,8 +6,8 @@ that the recomputation starts from are read behind the barrier by the layer's ot
 devices share the parameters, a layer gathers each once for both, when its turn comes. Source: Chen et al., "Training
 deep nets with sublinear memory cost", arXiv:1604.06174.
 
-What each layer recomputes is a text: a policy, or the values that it keeps. One text stands for all layers, or for
-every second one and so on (`input every 2`).
+What each layer recomputes is a text: a policy, or the values that it keeps, on the devices or in the memory of the
+hosts. One text stands for all layers, or for every second one and so on (`input every 2`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from autopar.errors import PlanMismatchError
-from autopar.frontend.recompute_in_scans import BY_VALUE, Recompute, is_by_value, is_kept, is_plain_product
+from autopar.frontend.recompute_in_scans import (
+    BY_VALUE,
+    IN_HOST,
+    Recompute,
+    SavedValues,
+    is_by_value,
+    is_kept,
+    is_plain_product,
+)
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.rewrite import Fresh, clone, reading, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
@@ -59,8 +67,10 @@ def rematerialise(
     recomputed: dict[int, list[tuple[int, dict[int, int]]]] = {}
     names: list[dict[int, int]] = [{} for _ in policies]  # by layer, for its backward operations from there on
     same_as = dict(assignment.same_as)
+    in_host = set(graph.saved_in_host)
     for layer, policy_of_layer in enumerate(policies):
         if policy_of_layer != Recompute.NOTHING:
+            in_host |= _saved(layer, policy_of_layer, readers.forward(layer), readers).in_host
             at, ops, new, made = _recomputation(layer, policy_of_layer, readers, fresh)
             same_as |= made
             places = (None if op.kind is OpKind.BARRIER else layer for op in ops)
@@ -74,7 +84,9 @@ def rematerialise(
         rows.append((readers.renamed(op, names) if op.section.is_backward else op, at_layer))
     block = replace(graph.block, ops=tuple(op for op, _ in rows))
     return Rematerialised(
-        graph=renumbered(dataclasses.replace(graph, values=tuple(fresh.values), block=block)),
+        graph=renumbered(
+            dataclasses.replace(graph, values=tuple(fresh.values), block=block, saved_in_host=frozenset(in_host))
+        ),
         assignment=dataclasses.replace(assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as),
     )
 
@@ -100,10 +112,13 @@ def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """The ids of the forward operations of a layer that run again, and the bytes of its results that are kept."""
+    """The ids of the forward operations of a layer that run again, the bytes of its results that are kept, and those
+    results that wait in the memory of the host.
+    """
 
     ops: frozenset[int]
     kept_bytes: int
+    in_host: frozenset[int] = frozenset()
 
 
 def recomputations(
@@ -113,12 +128,17 @@ def recomputations(
     readers = _Readers(graph, layer_of)
 
     def of_layer(layer: int, policy: str) -> Recomputation:
-        _, again = _recomputed(layer, policy, readers) if policy != Recompute.NOTHING else ([], [])
+        if policy == Recompute.NOTHING:
+            again, in_host = list[Op](), frozenset[int]()
+        else:
+            _, again = _recomputed(layer, policy, readers)
+            in_host = _saved(layer, policy, readers.forward(layer), readers).in_host
         results = {v for op in again for v in op.outputs}
         starts = {v for op in again for v in read_by(op)}
         own = {v for op in readers.forward(layer) if readers.layer[op.id] == layer for v in op.outputs}
-        kept = [v for v in own - results if v in starts or layer in readers.layers.get(v, ())]
-        return Recomputation(frozenset(op.id for op in again), sum(graph.values[v].nbytes for v in kept))
+        kept = [v for v in own - results - in_host if v in starts or layer in readers.layers.get(v, ())]
+        kept_bytes = sum(graph.values[v].nbytes for v in kept)
+        return Recomputation(frozenset(op.id for op in again), kept_bytes, in_host)
 
     return [{layer: of_layer(layer, policy) for layer, policy in of_layers.items()} for of_layers in policies]
 
@@ -156,9 +176,13 @@ def forward_of_layers(graph: OpGraph, layer_of: Mapping[int, int | None]) -> dic
     return found
 
 
-def text_of_kept(places: Sequence[str]) -> str:
-    """The policy of a layer that keeps these values of its forward pass and computes the others again."""
-    return " ".join((BY_VALUE.strip(), *places)) if places else Recompute.ALL.value
+def text_of_kept(places: Sequence[str], in_host: Sequence[str] = ()) -> str:
+    """The policy of a layer that keeps these values of its forward pass, and those in the memory of the host, and
+    computes the others again.
+    """
+    if not places and not in_host:
+        return Recompute.ALL.value
+    return " ".join((BY_VALUE.strip(), *places, *((IN_HOST, *in_host) if in_host else ())))
 
 
 class _Readers:
@@ -203,14 +227,15 @@ class _Readers:
         return {f"{i}.{k}": v for i, op in enumerate(own) for k, v in enumerate(op.outputs)}
 
     def renamed(self, op: Op, names: Sequence[Mapping[int, int]]) -> Op:
-        """A backward operation that reads the values its layer recomputed; a barrier those of its only reader."""
+        """A backward operation that reads the values its layer recomputed; one of no layer those of its only reader."""
         own = self.layer[op.id]
         if op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
             return op
         if own is not None:
             return reading(op, names[own])
         if op.kind is not OpKind.BARRIER:
-            return op
+            reading_layers = set().union(*(self.layers.get(v, ()) for v in op.outputs))
+            return reading(op, names[next(iter(reading_layers))]) if len(reading_layers) == 1 else op
         here: dict[int, int] = {}
         for v, out in zip(op.inputs, op.outputs, strict=True):
             reading_layers = self.layers.get(out, set())
@@ -223,8 +248,8 @@ class _Readers:
 def _recomputed(layer: int, policy: str, readers: _Readers) -> tuple[list[int], list[Op]]:
     """(values that the layer's backward operations read anew, the operations that make them, in program order)."""
     forward = readers.forward(layer)
-    kept = _kept(layer, policy, forward, readers)
-    recomputable = {v: op for op in forward for v in op.outputs if v not in kept}
+    saved = _saved(layer, policy, forward, readers)
+    recomputable = {v: op for op in forward for v in op.outputs if v not in saved.kept | saved.in_host}
     # What other layers keep as their input is there anyway.
     for op in forward:
         if readers.layer[op.id] == layer:
@@ -235,7 +260,7 @@ def _recomputed(layer: int, policy: str, readers: _Readers) -> tuple[list[int], 
     return read, _needed(read, recomputable, forward)
 
 
-def _kept(layer: int, policy: str, forward: Sequence[Op], readers: _Readers) -> set[int]:
+def _saved(layer: int, policy: str, forward: Sequence[Op], readers: _Readers) -> SavedValues:
     """The values of a layer that a policy keeps, as far as the backward pass reads them.
 
     Of each two products of a matrix with another one, in the order of the layer, HALF keeps the first: torchtitan's
@@ -245,20 +270,20 @@ def _kept(layer: int, policy: str, forward: Sequence[Op], readers: _Readers) -> 
     Raises: PlanMismatchError for a text that names values that the layer does not have.
     """
     if policy == Recompute.ALL:
-        return set()
+        return SavedValues()
     if is_by_value(policy):
-        places, named_places = readers.own_places(layer), policy.split()[1:]
-        if unknown := [place for place in named_places if place not in places]:
+        places, (named, _, sent) = readers.own_places(layer), policy.removeprefix(BY_VALUE).partition(IN_HOST)
+        if unknown := [place for place in (*named.split(), *sent.split()) if place not in places]:
             raise PlanMismatchError(
                 where=f"$.plan.pipeline.recomputed[{layer}]", expected=f"values of a layer of {len(places)}",
                 got=", ".join(unknown), hint="plan anew: the step is another one",
             )  # fmt: skip
-        return {places[place] for place in named_places}
+        return SavedValues(*(frozenset(places[place] for place in each.split()) for each in (named, sent)))
     kept = [op for op in forward if is_kept(op)]
     if policy == Recompute.HALF:
         products = [op.id for op in forward if readers.layer[op.id] == layer and is_plain_product(op)]
         kept = [op for op in kept if op.id not in products[1::2]]
-    return {v for op in kept for v in op.outputs}
+    return SavedValues(kept=frozenset(v for op in kept for v in op.outputs))
 
 
 def _recomputation(

@@ -39,10 +39,10 @@ def offloaded_by_policy(graph: OpGraph) -> frozenset[int]:
 
 
 def offloaded_on(graph: OpGraph, platform: Platform) -> frozenset[int]:
-    """Those of them that wait there on devices of a platform: all, but where both passes are one program for TPU those
-    that scans stack up. Its compiler brings others back early (`check_passes_apart`).
+    """Those of them, and of what layers recompute, that wait there on devices of a platform: all, but where both passes
+    are one program for TPU those that scans stack up. Its compiler brings others back early (`check_passes_apart`).
     """
-    values = offloaded_by_policy(graph)
+    values = offloaded_by_policy(graph) | graph.saved_in_host
     has_neighbours = graph.repeating or any(op.kind is OpKind.SEND for op in graph.block.ops)
     if platform is not Platform.TPU or has_neighbours:
         return values

@@ -190,6 +190,7 @@ class _StageSplitter:
             num_microbatches=whole.num_microbatches,
             repeating=frozenset(repeating),
             runs_of_examples=whole.runs_of_examples,
+            saved_in_host=whole.saved_in_host.intersection(v for op in ops for v in op.outputs),
         )
         return StageGraph(
             graph=graph,

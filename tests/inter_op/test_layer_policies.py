@@ -1,6 +1,7 @@
 """What layers that are written out compute again, value by value: the policies, and the steps that come of them."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from autopar.errors import MemoryLimitError, PlanMismatchError
 from autopar.frontend.tracing import trace
 from autopar.inter_op.build_stages import cut_layers, recomputed
 from autopar.inter_op.stage_costs import layer_policies
+from autopar.intra_op.saved_values import LayerValues
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat import name_of
@@ -21,7 +23,7 @@ from autopar.sharding.rules import RuleBook
 from tests.sections import assert_same_numbers
 from tests.small_steps import assert_close, grouped, slow_cluster
 
-LAYERS, WIDTH, EXAMPLES = 6, 32, 256
+LAYERS, WIDTH, EXAMPLES, WIDE = 6, 32, 256, 16_384
 
 
 def step_of(dtype=jnp.float32, drop=0.0, checkpoints=False):
@@ -80,6 +82,7 @@ def test_policies_keep_less_and_less_and_equal_layers_the_same():
     assert (found.names[0], found.names[-1]) == ("nothing", "input")
     assert len(found.names) > 3
     assert list(found.kept_bytes) == sorted(found.kept_bytes, reverse=True)
+    assert len(found.ladders()) == 1  # nothing is sent from CPU devices
     for of_layers in found.of_layers:
         assert len({*of_layers[1:-1]}) == 1
     assert len({of_layers[-1] for of_layers in found.of_layers[1:-1]}) == 1  # its backward pass follows at once
@@ -105,6 +108,57 @@ def test_every_policy_computes_the_same(options):
     for policy in policies_of(microbatched).of_layers:
         again = recomputed(microbatched, policy).graph
         assert_same_numbers(microbatched.graph, again, arguments)
+
+
+def test_values_wait_in_the_memory_of_the_hosts_where_a_card_has_a_link_to_it():
+    """Products of 1 to 3 GB: on a GPU some policies send their results, in place of computing them again."""
+    arguments = jax.eval_shape(lambda: numbers(WIDE, 4 * WIDE))
+    traced = trace(step_of(), arguments, names=("state", "batch"), donate=(0,), batch=(1,))
+    step = cut_layers(split_scans(traced, 1, RuleBook()), 2, RuleBook())
+    folded = fold_layers(step.graph, assign_layers(step.graph, step.layers), len(step.layers))
+
+    def on(cluster):
+        return layer_policies(folded, step.layers, cluster, by_value=True)
+
+    found = on(autopar.Cluster.preset("dgx-h100"))
+    without, sending = found.ladders()
+    assert set(without.names) | set(sending.names) == set(found.names)
+    assert set(without.names) & set(sending.names) == {"nothing", "input"}
+    for ladder in (without, sending):
+        assert list(ladder.kept_bytes) == sorted(ladder.kept_bytes, reverse=True)
+    for again, policy in zip(sending.again[1:-1], sending.of_layers[1:-1], strict=True):
+        values = recomputed(step, policy).graph.saved_in_host
+        assert values and set().union(*(each.in_host for each in again.values())) <= values
+        assert {value.shape for value in map(step.graph.values.__getitem__, values)} <= {
+            (2 * WIDE, WIDE),
+            (2 * WIDE, 3 * WIDE),
+        }
+    # Both passes are one program there, whose compiler brings values back early.
+    assert len(on(autopar.Cluster.preset("tpu-v5p", topology="2x2x1")).ladders()) == 1
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("options", [{}, {"drop": 0.1}], ids=["plain", "dropout"])
+def test_values_in_the_memory_of_the_hosts_come_back_as_they_were(monkeypatch, options):
+    """On devices whose products take long, so that they are not computed again, where all else waits there."""
+
+    def all_in_host(self, most):
+        found = {layer.name: [at for at, v in layer.places.items() if v in layer.read] for layer in self.layers}
+        yield {name: ((), places) for name, places in found.items()}
+
+    monkeypatch.setattr(LayerValues, "saved_places", all_in_host)
+    fast = slow_cluster(2)
+    rates = tuple((dtype, rate / 100) for dtype, rate in fast.device.peak_flops)
+    cluster = dataclasses.replace(fast, device=dataclasses.replace(fast.device, peak_flops=rates))
+    step, (state, batch) = step_of(**options), numbers()
+    peak_bytes = max(autopar.plan(step, state, batch, cluster=cluster, cache_dir=None).predicted.peak_bytes)
+    options = grouped(memory_limit_bytes=int(0.26 * peak_bytes), num_microbatches=4, cluster=cluster, cache_dir=None)
+    limited = autopar.parallelize(step, **options)
+    plan = limited.plan(state, batch)
+    assert any(" host " in policy for policy in plan.record.pipeline.recomputed)
+    assert any(stage.decisions.saved_in_host for stage in plan.record.pipeline.stages)
+    got = limited(jax.tree.map(jnp.copy, state), batch)
+    assert_close(jax.tree.map(np.asarray, got), jax.jit(step)(state, batch))
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 from autopar.attention.match import blockwise
 from autopar.cost.roofline import flops_of
 from autopar.frontend.recompute_in_scans import Recompute
-from autopar.ir.graph import OpKind, Section
-from autopar.ir.rewrite import renumbered
+from autopar.ir.graph import OpKind, Section, read_by
+from autopar.ir.rewrite import remove_dead, renumbered
 from autopar.passes.assign_stages import assign
 from autopar.passes.layers import find_layers
 from autopar.passes.remat import rematerialise, saved_bytes
@@ -40,6 +40,32 @@ def backward_primitives(graph):
 def test_nothing_changes_nothing():
     graph, _ = two_layers()
     assert text(rematerialise(graph, find_layers(graph, flops_of), Recompute.NOTHING).graph) == text(graph)
+
+
+def test_nothing_is_computed_again_in_vain():
+    """The layer of the loss reads its labels one-hot by an operation that each stage may run for itself."""
+
+    def loss_fn(params, batch):
+        logits = jnp.sin(batch["x"] @ params["a"]) @ params["b"]
+        one_hot = batch["label"][:, None] == jnp.arange(logits.shape[1])
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * one_hot, axis=1))
+
+    def step(params, batch):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params, batch))
+
+    random = np.random.default_rng(0)
+    params = {name: random.normal(size=(4, 4)).astype(np.float32) for name in "ab"}
+    batch = {"x": random.normal(size=(6, 4)).astype(np.float32), "label": np.arange(6, dtype=np.int32) % 4}
+    graph, args = plain_step(step, params, batch, 2)
+    again = rematerialise(graph, find_layers(graph, flops_of), Recompute.ALL).graph
+    assert_same_numbers(graph, again, args)
+    alive = {op.id for op in remove_dead(again.block).ops}
+    backward = [op for op in again.block.ops if op.section is Section.BACKWARD]
+    assert [op.primitive for op in backward if op.id not in alive] == []
+    one_hot = {
+        v for op in again.block.ops if op.section is Section.FORWARD and op.primitive == "eq" for v in op.outputs
+    }
+    assert one_hot and not any(one_hot & {*read_by(op)} for op in backward)
 
 
 def test_a_layer_is_computed_again_from_its_input_behind_a_barrier():
