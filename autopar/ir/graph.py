@@ -340,8 +340,8 @@ class OpGraph:
     that arrive once for each micro-batch (from another stage). A batch may be cut into as many runs of neighbouring
     examples as divide `runs_of_examples`, of each of which a micro-batch takes its share (0: into any number).
     `written` are layouts that the step's code gives to values. `per_microbatch` are the patterns of modules that mix
-    the examples of a micro-batch: the step is then one of gradient accumulation. `saved_in_host` are values that wait in
-    the memory of the host between the passes, by what layers recompute.
+    the examples of a micro-batch: the step is then one of gradient accumulation. `saved_in_host` are values that wait
+    in the memory of the host between the passes, by what layers recompute.
     """
 
     values: tuple[Value, ...]

@@ -329,13 +329,13 @@ def _members(bits: int) -> list[int]:
 # Host offloading of activations: what is saved for the backward pass waits for it in the memory of the host.
 #
 # A saved array goes to the host once the forward pass has made it, and comes back for the backward pass. The arrays
-# come in the order in which the backward pass reads them, in parts that are full once they have the bytes of the largest
-# array: so the device holds as many in a long step as in a short one.
+# come in the order in which the backward pass reads them, in parts that are full once they have the bytes of the
+# largest array: the device holds as many in a long step as in a short one.
 #
 # (1) A part comes once the backward pass has got to the part `AHEAD` before it, so that few are on the device at once:
-# one that is read, and some on their way. Barriers say so to the compiler. (2) Where the backward pass follows at once, which is in
-# one program and on the last stage, the part that it reads first stays on the device: it would have to come back as
-# soon as it had gone. What a policy of `jax.checkpoint` offloads goes even then.
+# one that is read, and some on their way. Barriers say so to the compiler. (2) Where the backward pass follows at once,
+# which is in one program and on the last stage, the part that it reads first stays on the device: it would have to come
+# back as soon as it had gone. What a policy of `jax.checkpoint` offloads goes even then.
 #
 # Where a step is not cut into sections, its passes are told apart by the roles of its operations. What scans stack up
 # is told below.

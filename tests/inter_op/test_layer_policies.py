@@ -128,11 +128,10 @@ def test_values_wait_in_the_memory_of_the_hosts_where_a_card_has_a_link_to_it():
         assert list(ladder.kept_bytes) == sorted(ladder.kept_bytes, reverse=True)
     for again, policy in zip(sending.again[1:-1], sending.of_layers[1:-1], strict=True):
         values = recomputed(step, policy).graph.saved_in_host
-        assert values and set().union(*(each.in_host for each in again.values())) <= values
-        assert {value.shape for value in map(step.graph.values.__getitem__, values)} <= {
-            (2 * WIDE, WIDE),
-            (2 * WIDE, 3 * WIDE),
-        }
+        assert values
+        assert set().union(*(each.in_host for each in again.values())) <= values
+        shapes = {step.graph.values[v].shape for v in values}
+        assert shapes <= {(2 * WIDE, WIDE), (2 * WIDE, 3 * WIDE)}
     # Both passes are one program there, whose compiler brings values back early.
     assert len(on(autopar.Cluster.preset("tpu-v5p", topology="2x2x1")).ladders()) == 1
 
