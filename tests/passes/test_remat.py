@@ -62,10 +62,10 @@ def test_nothing_is_computed_again_in_vain():
     alive = {op.id for op in remove_dead(again.block).ops}
     backward = [op for op in again.block.ops if op.section is Section.BACKWARD]
     assert [op.primitive for op in backward if op.id not in alive] == []
-    one_hot = {
-        v for op in again.block.ops if op.section is Section.FORWARD and op.primitive == "eq" for v in op.outputs
-    }
-    assert one_hot and not any(one_hot & {*read_by(op)} for op in backward)
+    masks = [op for op in again.block.ops if op.section is Section.FORWARD and op.primitive == "eq"]
+    one_hot = {v for op in masks for v in op.outputs}
+    assert masks
+    assert not any(one_hot & {*read_by(op)} for op in backward)
 
 
 def test_a_layer_is_computed_again_from_its_input_behind_a_barrier():
