@@ -177,7 +177,7 @@ def estimate(
     graphs = stage_graphs(microbatched, policies, choice.first_layers, choice.schedule, choice.chunks)
     (stage,) = graphs.stages
     if id(graphs) not in short.shorter_stages:
-        made = _shorter_stages(stage, graphs.graph, microbatched.layers, short.runs)
+        made = _shorter_stages(stage, microbatched, short.runs)
         short.shorter_stages[id(graphs)] = graphs, made
     _, shorter = short.shorter_stages[id(graphs)]
     if shorter is None:
@@ -282,10 +282,10 @@ class _Shorter:
 
 
 def _shorter_stages(
-    stage: StageGraph, graph: OpGraph, layers: Layers, runs: Mapping[tuple[int, ...], int]
+    stage: StageGraph, microbatched: MicrobatchedStep, runs: Mapping[tuple[int, ...], int]
 ) -> list[_Shorter] | None:
-    """A shorter stage for each run. `graph` is the step that was cut into the one stage."""
-    made = {op.id: op.outputs for op in graph.block.ops}
+    """A shorter stage for each run, of the one stage of a step."""
+    layers, made = microbatched.layers, {op.id: op.outputs for op in microbatched.graph.block.ops}
     layer_of = {v: number for number, ops in enumerate(layers.ops) for op in ops for v in made[op]}
     members: list[list[int]] = [[] for _ in layers.ops]
     for op in stage.graph.block.ops:

@@ -30,7 +30,7 @@ from autopar.frontend.recompute_in_scans import (
     is_plain_product,
 )
 from autopar.ir.graph import Op, OpGraph, OpKind, Role, Section, read_by
-from autopar.ir.rewrite import Fresh, clone, reading, renumbered
+from autopar.ir.rewrite import Fresh, clone, reading, remove_dead, renumbered
 from autopar.passes.assign_layers import LayerAssignment, assign_layers
 from autopar.passes.layers import Layers, portable_ops
 
@@ -52,9 +52,9 @@ def rematerialise(
     """The graph with recomputation, for all layers alike or for each its own: a `Recompute`, or a text of
     `text_of_kept`. `assignment` of the graph to these layers saves finding it again.
 
-    Forward operations keep their numbers, so that `layers` holds for the result too; each operation keeps its layer,
-    and is computed again in the layer that reads it. Regions that the user rematerialises stay as they are. Random
-    numbers come out the same again: they are functions of their key.
+    Each operation keeps its layer, and is computed again in the layer that reads it; what nothing reads any longer is
+    left out. Regions that the user rematerialises stay as they are. Random numbers come out the same again: they are
+    functions of their key.
     """
     policies = [policy] * len(layers) if isinstance(policy, str) else list(policy)
     assert len(policies) == len(layers), f"{len(policies)} policies for {len(layers)} layers"
@@ -82,12 +82,14 @@ def rematerialise(
         for layer, new in recomputed.get(position, []):
             names[layer] = new
         rows.append((readers.renamed(op, names) if op.section.is_backward else op, at_layer))
-    block = replace(graph.block, ops=tuple(op for op, _ in rows))
+    block = remove_dead(replace(graph.block, ops=tuple(op for op, _ in rows)))
+    alive = {op.id for op in block.ops}
+    layer_of = tuple(at_layer for op, at_layer in rows if op.id in alive)
     return Rematerialised(
         graph=renumbered(
             dataclasses.replace(graph, values=tuple(fresh.values), block=block, saved_in_host=frozenset(in_host))
         ),
-        assignment=dataclasses.replace(assignment, layer_of=tuple(at_layer for _, at_layer in rows), same_as=same_as),
+        assignment=dataclasses.replace(assignment, layer_of=layer_of, same_as=same_as),
     )
 
 
@@ -95,12 +97,13 @@ def _by_id(graph: OpGraph, assignment: LayerAssignment) -> dict[int, int | None]
     return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
 
 
-def saved_bytes(graph: OpGraph, layers: Layers) -> tuple[int, ...]:
+def saved_bytes(graph: OpGraph, layers: Layers, assignment: LayerAssignment | None = None) -> tuple[int, ...]:
     """Bytes that one micro-batch keeps for the backward pass, at the first layer whose backward operations read them.
 
     Values of the forward section and parts of the batch, unsharded; arguments and hoisted values are there anyway.
+    `assignment` of the graph to these layers saves finding it again.
     """
-    readers = _Readers(graph, _by_id(graph, assign_layers(graph, layers)))
+    readers = _Readers(graph, _by_id(graph, assign_layers(graph, layers) if assignment is None else assignment))
     out = [0] * len(layers)
     for op in graph.block.ops:
         if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
