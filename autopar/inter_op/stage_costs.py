@@ -198,8 +198,9 @@ _LESS_IS_BETTER = (
 class _Row:
     """The cost of one layer. Seconds are those of one micro-batch, except `once_s`; bytes are those on one device.
 
-    By the number of each recomputation policy: the recomputed seconds, those in which the link to the host is busy in
-    each pass, the bytes kept for the backward pass, and the bytes kept for deferred gradients of weights.
+    By the number of each recomputation policy: the recomputed seconds, those that the forward pass takes less, those in
+    which the link to the host is busy in each pass, the bytes kept for the backward pass, and the bytes kept for
+    deferred gradients of weights.
     """
 
     forward_s: float = 0.0
@@ -207,6 +208,7 @@ class _Row:
     weight_s: float = 0.0
     once_s: float = 0.0
     recompute_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    spared_s: dict[int, float] = dataclasses.field(default_factory=dict)
     sent_s: dict[int, float] = dataclasses.field(default_factory=dict)
     state_bytes: int = 0
     given_bytes: int = 0
@@ -367,7 +369,7 @@ def _option(
     restored_bytes = [max(0, row.saved_bytes[0] - row.saved_bytes[policy]) for row in table]
     return StageOption(
         num_devices=num_devices,
-        forward_s=np.array([beside(row.forward_s, row) for row in table]),
+        forward_s=np.array([beside(row.forward_s - row.spared_s[policy], row) for row in table]),
         backward_s=np.array([beside(row.backward_s + row.recompute_s[policy], row) for row in table]),
         weight_s=np.array([row.weight_s for row in table]),
         once_s=np.array([row.once_s for row in table]),
@@ -381,6 +383,11 @@ def _option(
 
 
 _NOTHING_AGAIN = Recomputation(frozenset(), 0)
+
+
+def _op_of(instruction: Instruction) -> int | None:
+    """The operation that an instruction runs; None of one that moves a value."""
+    return None if isinstance(instruction, (Move, HostCopy)) else instruction.op.id
 
 
 class _Pricing:
@@ -438,6 +445,8 @@ class _Pricing:
                 backward = parts.get((layer, Section.BACKWARD), [])
                 runs_again, needed = self.recomputed(of_layer.ops, forward.get(layer, []), backward)
                 row.recompute_s[policy] = sum(time_s for _, time_s in runs_again)
+                left_out = of_layer.left_out
+                row.spared_s[policy] = sum(t for i, t in forward.get(layer, []) if _op_of(i) in left_out)
                 saved = {key: self.nbytes(key) for key in needed & made_forward}
                 sent_bytes = [nbytes for key, nbytes in saved.items() if key[0] in of_layer.in_host]
                 row.sent_s[policy] = sum(map(self.model.device.host_copy_s, sent_bytes))

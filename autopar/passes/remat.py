@@ -115,13 +115,18 @@ def saved_bytes(graph: OpGraph, layers: Layers, assignment: LayerAssignment | No
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """The ids of the forward operations of a layer that run again, the bytes of its results that are kept, and those
-    results that wait in the memory of the host.
+    """The forward operations of a layer that run again, by their ids.
+
+    Attributes:
+        kept_bytes: Of results of the layer that are kept.
+        in_host: Results that wait in the memory of the host.
+        left_out: Those of the operations that do not run in the forward pass, as nothing reads what they make there.
     """
 
     ops: frozenset[int]
     kept_bytes: int
     in_host: frozenset[int] = frozenset()
+    left_out: frozenset[int] = frozenset()
 
 
 def recomputations(
@@ -141,7 +146,8 @@ def recomputations(
         own = {v for op in readers.forward(layer) if readers.layer[op.id] == layer for v in op.outputs}
         kept = [v for v in own - results - in_host if v in starts or layer in readers.layers.get(v, ())]
         kept_bytes = sum(graph.values[v].nbytes for v in kept)
-        return Recomputation(frozenset(op.id for op in again), kept_bytes, in_host)
+        left_out = readers.unread(layer, again)
+        return Recomputation(frozenset(op.id for op in again), kept_bytes, in_host, left_out)
 
     return [{layer: of_layer(layer, policy) for layer, policy in of_layers.items()} for of_layers in policies]
 
@@ -207,6 +213,13 @@ class _Readers:
             elif op.section.is_backward:
                 self.backward_of.setdefault(layer_of[op.id], []).append(i)
         self.position = {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+        self.results = {a for a in graph.block.outputs if isinstance(a, int)}
+        # The operations that read a value, but for those of the backward pass.
+        self.others: dict[int, list[int]] = {}
+        for op in self.ops:
+            if not op.section.is_backward or op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
+                for v in read_by(op):
+                    self.others.setdefault(v, []).append(op.id)
         self.layers: dict[int, set[int]] = {}
         for op in reversed(self.ops):
             if not op.section.is_backward or op.kind in (OpKind.ACCUMULATE, OpKind.STACK):
@@ -228,6 +241,19 @@ class _Readers:
         """The results of the operations that the layer alone has, by their places: the same in a folded graph."""
         own = (op for i in self.forward_of.get(layer, ()) if (op := self.ops[i]).id not in self.portable)
         return {f"{i}.{k}": v for i, op in enumerate(own) for k, v in enumerate(op.outputs)}
+
+    def unread(self, layer: int, again: Sequence[Op]) -> frozenset[int]:
+        """Those of the operations that a layer computes again whose results in the forward pass nothing reads then."""
+        unread: set[int] = set()
+        for op in reversed(again):
+            if self.layer[op.id] == layer and all(
+                v not in self.results
+                and self.layers.get(v, {layer}) <= {layer}
+                and unread.issuperset(self.others.get(v, ()))
+                for v in op.outputs
+            ):
+                unread.add(op.id)
+        return frozenset(unread)
 
     def renamed(self, op: Op, names: Sequence[Mapping[int, int]]) -> Op:
         """A backward operation that reads the values its layer recomputed; one of no layer those of its only reader."""
