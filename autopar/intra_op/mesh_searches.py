@@ -327,6 +327,7 @@ class _MeshSearches:
         """
         few = all(len(mesh.axis_sizes) <= MOST_AXES for mesh, _ in meshes)
         bounds_first = self.folds and few and len(meshes) > 1 and self.context.views.folded is not None
+        asks_first = not bounds_first or len(self.context.graph.block.ops) > LONG_STEP  # which is asked anyway
         left, begun = list(meshes), list[MeshSearch]()
         while left or begun:
             late = self.context.deadline.passed
@@ -336,7 +337,7 @@ class _MeshSearches:
                 outcome = self.evaluated(first)
             else:
                 mesh, pins = left.pop(0)
-                search = self.begun(mesh, pins, asks=not bounds_first)
+                search = self.begun(mesh, pins, asks=asks_first)
                 if isinstance(search, MeshSearch) and bounds_first:
                     begun.append(search)
                     continue

@@ -69,15 +69,12 @@ class Section(HashedById):
     WEIGHT = "weight"  # the part of the backward section that no other stage waits for
     AFTER = "after"  # once, after the last micro-batch
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it runs once for each micro-batch."""
-        return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is part of the backward pass."""
-        return self in (Section.BACKWARD, Section.WEIGHT)
+    def __init__(self, name: str) -> None:
+        """Sets what passes ask of every operation: whether it runs once for each micro-batch (`repeats`), and whether
+        it is part of the backward pass.
+        """
+        self.is_backward = name in ("backward", "weight")
+        self.repeats = self.is_backward or name == "forward"
 
 
 class Dimension(HashedById):
