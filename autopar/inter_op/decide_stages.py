@@ -238,14 +238,11 @@ class StageDecider:
         """The problem of a stage that was decided, which no slice of another one's leaves constrains."""
         return self.problems[self.key(at, {})][1]
 
-    def least_bytes(self, at: int, in_flight: int) -> float:
-        """Bytes of a stage that a device holds at least under whatever decisions are allowed: its state, and what is
-        saved of so many micro-batches.
-        """
+    def cannot_fit(self, at: int, limit_bytes: float) -> bool:
+        """Whether the state of a stage exceeds the memory of a device under whatever decisions are allowed."""
         if self.pieces or self.given.followed:
-            return 0.0  # layouts of slices are fixed by another stage
-        problem = self.problem_of(at)
-        return problem.least_state_bytes + in_flight * problem.least_saved_bytes
+            return False  # layouts of slices are fixed by another stage
+        return self.problem_of(at).least_state_bytes() > limit_bytes
 
     def pinned(self, at: int) -> dict[int, PinnedLayout]:
         """The pins of values of a stage."""
@@ -314,18 +311,13 @@ StageDecisions = Sequence[tuple[int, ShardingPlan]]
 
 
 class Simulated(Protocol):
-    """A pipeline on the clock: its time, the peak of each group of devices, and the micro-batches of which each stage
-    holds saved values at the peak of its group.
-    """
+    """A pipeline on the clock: its time, and the peak of each group of devices."""
 
     @property
     def step_time_s(self) -> float: ...
 
     @property
     def peak_bytes(self) -> Sequence[int]: ...
-
-    @property
-    def saved_at_peak(self) -> Sequence[int]: ...
 
 
 Pipeline = TypeVar("Pipeline", bound=Simulated)
@@ -344,8 +336,8 @@ def fit_stages(
 
     Stages that exceed the memory are decided again with a higher price on the bytes of their state, then with that
     price also on values saved for backward passes, then with higher prices on both, `MOST_PRICES` times at most, unless
-    their state and what is saved exceed it whatever is decided, or the step takes too long already. `of_whole`: how
-    many times as much state, and time, the whole step has as the stages that are decided.
+    their state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much
+    state, and time, the whole step has as the stages that are decided.
     """
     numbers: list[int] = []
     rounds: list[Round] = []
@@ -358,10 +350,7 @@ def fit_stages(
         over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
         if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
             break
-        least_bytes = dict.fromkeys((schedule.mesh_of_stage[q] for q in over), 0.0)
-        for q in over:
-            least_bytes[schedule.mesh_of_stage[q]] += decider.least_bytes(q, pipeline.saved_at_peak[q])
-        if max(least_bytes.values()) > limits.limit_bytes / of_whole:
+        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break
         for q in over:
             dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes

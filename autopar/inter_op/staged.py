@@ -248,19 +248,6 @@ class StagedStep:
         """Of each group of devices."""
         return tuple(self.simulation.peak_bytes)
 
-    @property
-    def saved_at_peak(self) -> tuple[int, ...]:
-        """Of each stage the micro-batches of which it holds what its backward pass reads, at the peak of its group."""
-        pipeline, held = self.simulated.pipeline, dict(pair for at in self.simulation.at_peak for pair in at)
-        backward = (task for task in pipeline.tasks if task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT))
-        read = {(task.stage, b) for task in backward for b in task.inputs if pipeline.buffers[b].nbytes}
-        counts: list[list[int]] = [[] for _ in self.stages]
-        for task in pipeline.tasks:
-            if task.kind is TaskKind.FORWARD:
-                saved = (b for b in task.outputs if (task.stage, b) in read)
-                counts[task.stage] += (held.get(b, 0) // pipeline.buffers[b].nbytes for b in saved)
-        return tuple(min(of, default=0) for of in counts)
-
     def program(self) -> Program:
         """The instruction list with every buffer."""
         return emit(self.staged.pipeline, self.schedule, joined=[task.parts for task in self.joined])

@@ -90,11 +90,6 @@ class Estimate:
     rounds: tuple[Round, ...] = ()
     least_s: float = 0.0
 
-    @property
-    def saved_at_peak(self) -> tuple[int]:
-        """None: the passes of one stage are one task, which no buffer lies between."""
-        return (0,)
-
 
 def short_step(microbatched: MicrobatchedStep, cluster: Cluster, least_s: float = 0.0) -> TruncatedModel | None:
     """The step with `SHORT` layers of each long run; None where it has no such run, or a run cannot be made shorter, or

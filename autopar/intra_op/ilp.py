@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -26,14 +25,7 @@ from autopar.intra_op.formulation import (
     to_solver,
 )
 from autopar.intra_op.masks import Masks
-from autopar.intra_op.memory_prices import (
-    MemoryPrices,
-    least_bytes,
-    price_memory,
-    priced_bytes,
-    saved_values,
-    state_values,
-)
+from autopar.intra_op.memory_prices import MemoryPrices, least_bytes, price_memory, priced_bytes, state_values
 from autopar.intra_op.slack import ALL_EXPOSED, Exposure, discount_overlap, slacks_s
 from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.ir.layout import Layout, replicated
@@ -224,17 +216,10 @@ class IntraOp:
         """Bytes on one device that have a price, under a choice."""
         return priced_bytes(self.base, self.graph, prices, tuple(choice))
 
-    @functools.cached_property
     def least_state_bytes(self) -> float:
         """Bytes of the state that a device holds at least, what lies in the memory of the host left out."""
         held = frozenset((v, state) for v, state in state_values(self.graph) if v not in self.in_host)
         return least_bytes(self.base, self.graph, held)
-
-    @functools.cached_property
-    def least_saved_bytes(self) -> float:
-        """Bytes of what is saved of a micro-batch that a device holds at least: each value is split over all."""
-        saved = {v for v, _ in saved_values(self.graph, self.saved_in_host)}
-        return sum(self.graph.values[v].nbytes for v in saved) / self.model.links.mesh.num_devices
 
     def decode(self, solution: solver.Solution) -> ShardingPlan:
         """The decisions of a solution."""
