@@ -166,9 +166,10 @@ def baseline_candidates(
         return
     memory = memory or _LeastMemory(context)
     for baseline in _baselines(context):
-        found = baseline
         if isinstance(baseline, Baseline):
             found = _searched(context, baseline, may_fit=memory.refusal(context) is None)
+        else:
+            found = baseline
         yield found
         context = context.after([found])  # the next ones are of use where they are faster than this too
 

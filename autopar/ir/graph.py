@@ -409,7 +409,12 @@ def free_values(block: Block) -> set[int]:
 
 def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
-    direct = [a for a in op.inputs if isinstance(a, int)]
+    inputs = op.inputs
+    if not op.blocks and 1 <= len(inputs) <= 2:  # as most have
+        first, last = inputs[0], inputs[-1]
+        if isinstance(first, int) and isinstance(last, int):
+            return (first, last) if first != last else (first,)
+    direct = [a for a in inputs if isinstance(a, int)]
     if not op.blocks:
         return tuple(direct) if len(direct) < 2 else tuple(dict.fromkeys(direct))
     return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))
