@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 from autopar.common.text import text_of_bytes
 from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimitError, SolverError, UnsupportedError
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.inter_op.requested import estimated_one_stage
 from autopar.inter_op.search_space import Tried, next_numbers
-from autopar.inter_op.truncated_model import ESTIMATE_ERROR, PEAK_ERROR
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.ir.graph import Purpose
 from autopar.microbatch.smaller_step import num_examples
 from autopar.passes.split_scan import divisors

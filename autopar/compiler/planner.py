@@ -24,12 +24,13 @@ from autopar.errors import BatchMismatchError, InvalidArgumentError, MemoryLimit
 from autopar.frontend.callbacks import any_callbacks
 from autopar.frontend.saved_names import checked_names, saving
 from autopar.hardware.cluster import Cluster
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.inter_op.requested import estimated_in_time, estimated_one_stage, one_stage_candidates, requested_pipelines
 from autopar.inter_op.search import pipeline_candidates
 from autopar.inter_op.staged import least_handed_out_s
-from autopar.inter_op.truncated_model import ESTIMATE_ERROR, PEAK_ERROR
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.intra_op.mesh_searches import baseline_bindings, baseline_candidates, check_state_fits, mesh_candidates
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import LONG_STEP, search_mesh

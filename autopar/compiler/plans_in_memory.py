@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from autopar.common.progress import Deadline
 from autopar.compiler.step_ways import StepWay
 from autopar.errors import MemoryLimitError, SolverError, UnsupportedError
-from autopar.inter_op.truncated_model import PEAK_ERROR
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.plan.options import WORTHWHILE, Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
 

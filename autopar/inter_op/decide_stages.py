@@ -331,47 +331,32 @@ def fit_stages(
     limits: BuildLimits,
     simulated: Callable[[StageDecisions], Pipeline],
     of_whole: float = 1.0,
-    peak_error: float = 0.0,
 ) -> tuple[Pipeline, tuple[Round, ...]]:
     """The pipeline under the first decisions that fit, else under the last ones; and the rounds that led to it.
 
     Stages that exceed the memory are decided again with a higher price on the bytes of their state, then with that
     price also on values saved for backward passes, then with higher prices on both, `MOST_PRICES` times at most, unless
-    their state exceeds it whatever is decided, or the step takes too long already. Where the last prices do not suffice
-    those between are left out. `of_whole`: how many times as much state, and time, the whole step has as the stages
-    that are decided. `peak_error`: the part by which peaks may be too large.
+    their state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much
+    state, and time, the whole step has as the stages that are decided.
     """
     numbers: list[int] = []
     rounds: list[Round] = []
-
-    def over(pipeline: Pipeline, error: float = 0.0) -> list[int]:
-        most_bytes, peaks = (1 + error) * limits.limit_bytes, pipeline.peak_bytes
-        return [q for q, group in enumerate(schedule.mesh_of_stage) if peaks[group] > most_bytes]
-
     for left in reversed(range(MOST_PRICES + 1 if limits.decides_again else 1)):
         decisions = decider.decide(terms)
         before, numbers = numbers, [number for number, _ in decisions]
         if numbers != before:
             pipeline = simulated(decisions)
         rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(pipeline.peak_bytes)))
-        too_large = over(pipeline)
-        if not too_large or not left or pipeline.step_time_s >= limits.to_beat_s:
+        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
+        if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
             break
-        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in too_large):
+        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break
-        leanest = list(terms)
-        for q in too_large:
+        for q in over:
             dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
             known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
             in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
             terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
-            for _ in range(left):
-                leanest[q] = _leaner(leanest[q], known_s_per_byte, dear, in_flight)
-        if len(rounds) == 1:
-            least = simulated(decider.decide(leanest))
-            if over(least, peak_error):
-                rounds.append(Round(terms=tuple(leanest), peak_bytes=tuple(least.peak_bytes)))
-                return least, tuple(rounds)
     return pipeline, tuple(rounds)
 
 

@@ -23,10 +23,11 @@ from autopar.inter_op.build_stages import (
     layers_of_pieces,
 )
 from autopar.inter_op.decide_stages import BuildLimits, StageChoice
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate, retry_without_hoisted_casts
 from autopar.inter_op.search_space import few_bubbles, is_long, meshes_inside, microbatch_numbers, submesh_sizes
 from autopar.inter_op.staged import default_chunks, part_of
-from autopar.inter_op.truncated_model import PEAK_ERROR, TruncatedModel, estimate, short_step
+from autopar.inter_op.truncated_model import TruncatedModel, estimate, short_step
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.layout import LogicalMesh
 from autopar.ir.traced_step import TracedStep

@@ -50,9 +50,6 @@ SHORT = 6
 # for all that are left out, this may come to `ESTIMATE_ERROR` of the least time of the step. By this part an estimate's
 # time may be too long: layers are decided alike for it that are not where it is built (seen with BERT of 340M).
 ESTIMATE_ERROR = 0.01
-# The part by which an estimate's peak may be too large. Seen with BERT of 340M parameters. A peak that is too small is
-# seen where it is built.
-PEAK_ERROR = 0.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +213,7 @@ def estimate(
         return joined if pays and joined.peak_bytes[0] <= max(limits.limit_bytes, apart.peak_bytes[0]) else apart
 
     terms = first_terms(choice, models, constraints)
-    found, rounds = fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole, PEAK_ERROR)
+    found, rounds = fit_stages(choice, graphs.schedule, decider, terms, limits, of_whole, short.of_whole)
     return dataclasses.replace(found, rounds=rounds)
 
 

@@ -19,8 +19,9 @@ from autopar.compiler.planner import make_plan, planning_context
 from autopar.cost.cost_model import least_time_s
 from autopar.errors import AutoparError, MemoryLimitError
 from autopar.inter_op.build_stages import recomputed
+from autopar.inter_op.evaluate import PEAK_ERROR
 from autopar.inter_op.requested import estimated_one_stage, requested_step
-from autopar.inter_op.truncated_model import ESTIMATE_ERROR, PEAK_ERROR
+from autopar.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.manual.walks import LINE_ERROR, Attempt, Outcome, Problem, Walk, least_bubbles
 from autopar.passes.remat import policies_of
 from autopar.plan.context import PlanningContext
