@@ -628,7 +628,8 @@ _ROUNDING = (
 
 def attention_left(graph: OpGraph, kernel: Kernel) -> tuple[str, ...]:
     """The attention that a described graph still has as it is written, beside passes of a kernel, and the reason."""
-    left = [op for op in score_products(graph) if op.role is graph.forward_role]
+    forward = graph.forward_role
+    left = [op for op in score_products(graph) if op.role is forward]
     if not left:
         has_passes = any(op.primitive in ring.PRIMITIVES for op in graph.ops())
         return () if has_passes else (f"no attention was found that {kernel.value} could run",)
@@ -662,7 +663,8 @@ def attention_as_written(graph: OpGraph, kernel: Kernel, part: float = 0.0) -> t
 
 def large_scores(graph: OpGraph) -> list[Op]:
     """The products of scores of the forward pass that are larger than the queries and keys that they are made of."""
-    found = (op for op in score_products(graph) if op.role is graph.forward_role)
+    forward = graph.forward_role
+    found = (op for op in score_products(graph) if op.role is forward)
     return [op for op in found if _nbytes(graph, *op.outputs) > _nbytes(graph, *op.inputs)]
 
 

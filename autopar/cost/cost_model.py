@@ -156,6 +156,7 @@ class NodeCosts:
 
     def __init__(self, graph: OpGraph, model: CostModel) -> None:
         self.graph, self.model = graph, model
+        self.is_gpu = model.device.platform is Platform.GPU
         # With the strategies by whose ids they are known, so that the ids stay theirs.
         self._known: dict[tuple, tuple[tuple[Strategy, ...], np.ndarray]] = {}
         self._works: dict[tuple, Work] = {}
@@ -294,7 +295,7 @@ class NodeCosts:
         """
         if op.kernel_bytes is not None:
             return op.kernel_bytes, 1 if op.kernel_bytes else 0
-        if self.model.device.platform is not Platform.GPU:
+        if not self.is_gpu:
             return None, 0
         traffic = self._traffic.get(op.id, NO_TRAFFIC)
         is_known = self.model.device.least_kernel_s is not None

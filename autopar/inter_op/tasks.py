@@ -157,12 +157,13 @@ def _instruction_groups(stage: LoweredStage) -> dict[_Group, list[Instruction]]:
     groups: dict[_Group, list[Instruction]] = {}
     levels = Levels(stage.stage)
     is_alone = not stage.stage.sends and not stage.stage.received
-    for section in Section:
+    by_section: dict[Section, list[Instruction]] = {section: [] for section in Section}
+    for instruction in stage.lowered.instructions:
+        by_section[section_of(instruction)].append(instruction)
+    for section, instructions in by_section.items():
         kind = TaskKind.FORWARD if is_alone and section.repeats else _KINDS[section]
         pending: list[Move] = []  # moves, which go with the operation behind them
-        for instruction in stage.lowered.instructions:
-            if section_of(instruction) is not section:
-                continue
+        for instruction in instructions:
             if isinstance(instruction, HostCopy):
                 # A copy takes along the moves of its value. It runs on the level that makes the value; a copy from the
                 # host runs on the first level that reads the value.

@@ -153,20 +153,28 @@ class Baseline:
     is_told: bool = False
 
 
-def baseline_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Rejection]:
-    """Every manual plan, each as one constrained program that is priced like what the search finds by itself."""
+def baseline_candidates(
+    context: PlanningContext, memory: _LeastMemory | None = None
+) -> Iterator[SpmdCandidate | Rejection]:
+    """Every manual plan, each as one constrained program that is priced like what the search finds by itself: as it is
+    where nothing can fit, else made to fit. `memory`: what is known of that.
+    """
     if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
         return
     if not context.may_gain:
         yield Rejection(source=BASELINES, text="data parallelism and ZeRO", why=f"not tried: {context.why_no_gain}")
         return
+    memory = memory or _LeastMemory(context)
     for baseline in _baselines(context):
-        found = baseline if isinstance(baseline, Rejection) else _searched(context, baseline)
+        if isinstance(baseline, Baseline):
+            found = _searched(context, baseline, may_fit=memory.refusal(context) is None)
+        else:
+            found = baseline
         yield found
         context = context.after([found])  # the next ones are of use where they are faster than this too
 
 
-def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | Rejection:
+def _searched(context: PlanningContext, baseline: Baseline, *, may_fit: bool) -> SpmdCandidate | Rejection:
     name, deadline = baseline.name, context.deadline
     if deadline.passed:
         return Rejection(source=BASELINES, text=name, why=f"not tried: {deadline.text}")
@@ -174,7 +182,7 @@ def _searched(context: PlanningContext, baseline: Baseline) -> SpmdCandidate | R
     bound = dataclasses.replace(context, request=baseline.request, keep_tolerance=tolerance)
     with context.progress.pass_(TENSOR_PARALLEL if baseline.is_told else DATA_PARALLEL):
         model = cost_model(context.cluster, baseline.mesh)
-        found = search_mesh(bound, model, folds=True, time_limit_s=deadline.solve_s())
+        found = search_mesh(bound, model, folds=True, time_limit_s=deadline.solve_s(), may_fit=may_fit)
     if isinstance(found, Rejection):
         return dataclasses.replace(found, source=BASELINES, text=name)
     context.weighed(found.step_time_s, found.peak_bytes)
@@ -269,7 +277,7 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
     baselines: list[SpmdCandidate | Rejection] | None = None
     for group in (few, many):
         if group is many and many and searches.context.program_fits:
-            baselines = list(baseline_candidates(searches.context))
+            baselines = list(baseline_candidates(searches.context, searches.memory))
             yield from baselines
             searches.context = searches.context.after(baselines)
         for outcome in searches.on(group):
@@ -277,7 +285,29 @@ def mesh_candidates(context: PlanningContext) -> Iterator[SpmdCandidate | Reject
             if isinstance(outcome, Rejection) and outcome.error is not None:
                 return
     if baselines is None:
-        yield from baseline_candidates(searches.context)
+        yield from baseline_candidates(searches.context, searches.memory)
+
+
+class _LeastMemory:
+    """Whether a program can fit at all, which is asked at most once."""
+
+    def __init__(self, context: PlanningContext) -> None:
+        self.is_known = not context.request.leaves_layouts_free or context.cluster.num_devices == 1
+        self.has_begun = False
+        self.refused: Rejection | None = None
+
+    def refusal(self, context: PlanningContext) -> Rejection | None:
+        """Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
+        long step at once, for others when nothing fits on the first mesh.
+        """
+        slow = self.has_begun or len(context.graph.block.ops) > LONG_STEP
+        self.has_begun = True
+        if slow and not (self.is_known or context.program_fits or fits_unfused(context)):
+            with context.progress.pass_("least memory"):
+                error = cannot_fit(context)
+            self.is_known = True
+            self.refused = Rejection(source=SOURCE, why=error.got, error=error) if error is not None else None
+        return self.refused
 
 
 class _MeshSearches:
@@ -286,8 +316,7 @@ class _MeshSearches:
     def __init__(self, context: PlanningContext, num_left: int) -> None:
         self.context, self.num_left = context, num_left
         self.folds = context.request.leaves_layouts_free
-        self.may_fit = not self.folds or context.cluster.num_devices == 1
-        self.has_begun = False
+        self.memory = _LeastMemory(context)
 
     def on(self, meshes: Sequence[tuple[LogicalMesh, PinsOnMesh | None]]) -> Iterator[SpmdCandidate | Rejection]:
         """The outcome on each of these meshes.
@@ -299,6 +328,7 @@ class _MeshSearches:
         """
         few = all(len(mesh.axis_sizes) <= MOST_AXES for mesh, _ in meshes)
         bounds_first = self.folds and few and len(meshes) > 1 and self.context.views.folded is not None
+        asks_first = not bounds_first or len(self.context.graph.block.ops) > LONG_STEP  # which is asked anyway
         left, begun = list(meshes), list[MeshSearch]()
         while left or begun:
             late = self.context.deadline.passed
@@ -308,7 +338,7 @@ class _MeshSearches:
                 outcome = self.evaluated(first)
             else:
                 mesh, pins = left.pop(0)
-                search = self.begun(mesh, pins, asks=not bounds_first)
+                search = self.begun(mesh, pins, asks=asks_first)
                 if isinstance(search, MeshSearch) and bounds_first:
                     begun.append(search)
                     continue
@@ -323,7 +353,7 @@ class _MeshSearches:
         """The search on a mesh, begun, or why there is none; `asks`: as `evaluated` does whether anything can fit."""
         if why := self.why_not(mesh):
             return not_tried(mesh, why)
-        if asks and (refusal := self.refusal()) is not None:
+        if asks and (refusal := self.memory.refusal(self.context)) is not None:
             return refusal
         context, time_s = self.context, self.context.deadline.solve_s(self.num_left)
         with context.progress.pass_(f"mesh {mesh}"):
@@ -336,7 +366,7 @@ class _MeshSearches:
         context, mesh = self.context, search.intra_op.model.links.mesh
         if why := self.why_not(mesh):
             return not_tried(mesh, why)
-        if (refusal := self.refusal()) is not None:
+        if (refusal := self.memory.refusal(context)) is not None:
             return refusal
         with context.progress.pass_(f"mesh {mesh}"):
             return search.going_on(context, context.deadline.solve_s(self.num_left)).outcome()
@@ -351,16 +381,3 @@ class _MeshSearches:
         if not worth_trying(mesh, context):
             return f"it splits no axis of the best mesh of two, or the second gained less than {WORTHWHILE:.0%}"
         return ""
-
-    def refusal(self) -> Rejection | None:
-        """Where nothing can fit, a search for what does takes minutes: it is asked first whether anything can, for a
-        long step at once, for others when nothing fits on the first mesh.
-        """
-        context, slow = self.context, self.has_begun or len(self.context.graph.block.ops) > LONG_STEP
-        self.has_begun = True
-        if not slow or self.may_fit or context.program_fits or fits_unfused(context):
-            return None
-        with context.progress.pass_("least memory"):
-            refused = cannot_fit(context)
-        self.may_fit = refused is None
-        return Rejection(source=SOURCE, why=refused.got, error=refused) if refused is not None else None

@@ -210,6 +210,7 @@ def search_mesh(
     *,
     folds: bool = False,
     time_limit_s: float,
+    may_fit: bool = True,
 ) -> SpmdCandidate | Rejection:
     """The fastest plan on one mesh that fits into the memory, else the smallest plan that was found.
 
@@ -217,8 +218,8 @@ def search_mesh(
     time with overlap by which plans are compared. On platforms with overlap, and without a recipe, the ILP is re-solved
     with a part of the communication that computation can hide (`slack`, `EXPOSED_FRACTION`), and the search continues
     from the fastest plan. Where the exact peak of that plan is over the limit, bytes get a price
-    (`MeshSearch.leaner`), unless a plan on another mesh fits and is as fast. The whole search takes at most
-    `time_limit_s`, except for its last solution.
+    (`MeshSearch.leaner`), unless a plan on another mesh fits and is as fast, or none `may_fit`. The whole search takes
+    at most `time_limit_s`, except for its last solution.
 
     With `folds`, of repeated layers three or four are searched for (`passes.fold_step`), and what is found is evaluated
     on the whole step.
@@ -227,7 +228,7 @@ def search_mesh(
     candidate that fits (`longest_s`).
     """
     search = begin_on_mesh(context, model, pins, folds=folds, time_limit_s=time_limit_s)
-    return search if isinstance(search, Rejection) else search.outcome()
+    return search if isinstance(search, Rejection) else search.outcome(may_fit=may_fit)
 
 
 def begin_on_mesh(
@@ -325,8 +326,10 @@ class MeshSearch:
     pins: PinsOnMesh | None
     until_s: float
 
-    def outcome(self) -> SpmdCandidate | Rejection:
-        """The fastest plan that fits, else the smallest; or why it cannot be the plan."""
+    def outcome(self, *, may_fit: bool = True) -> SpmdCandidate | Rejection:
+        """The fastest plan that fits, else the smallest, or where none `may_fit` the fastest; or why it cannot be the
+        plan.
+        """
         context, model = self.context, self.intra_op.model
         slow_s = longest_s(context, len(model.links.mesh.axis_sizes))
         if not model.overlap.kinds:  # the objective is nearly the step's time, and its bound one of that
@@ -341,7 +344,7 @@ class MeshSearch:
         if ways[-1].ran.end_s >= slow_s:
             return slower(context, model, ways[-1].ran.end_s, ways[-1].ran.end_s)
         best, memory = self.candidate(ways)
-        if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s:
+        if best.peak_bytes <= context.limit_bytes or best.step_time_s >= context.fastest_s or not may_fit:
             return best
         return self.leaner(best, memory, exposure)
 

@@ -69,15 +69,12 @@ class Section(HashedById):
     WEIGHT = "weight"  # the part of the backward section that no other stage waits for
     AFTER = "after"  # once, after the last micro-batch
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it runs once for each micro-batch."""
-        return self in (Section.FORWARD, Section.BACKWARD, Section.WEIGHT)
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is part of the backward pass."""
-        return self in (Section.BACKWARD, Section.WEIGHT)
+    def __init__(self, name: str) -> None:
+        """Sets what passes ask of every operation: whether it runs once for each micro-batch (`repeats`), and whether
+        it is part of the backward pass.
+        """
+        self.is_backward = name in ("backward", "weight")
+        self.repeats = self.is_backward or name == "forward"
 
 
 class Dimension(HashedById):
@@ -414,7 +411,12 @@ def free_values(block: Block) -> set[int]:
 
 def read_by(op: Op) -> tuple[int, ...]:
     """The values that an operation reads: its operands, then what its blocks read from around them."""
-    direct = [a for a in op.inputs if isinstance(a, int)]
+    inputs = op.inputs
+    if not op.blocks and 1 <= len(inputs) <= 2:  # as most have
+        first, last = inputs[0], inputs[-1]
+        if isinstance(first, int) and isinstance(last, int):
+            return (first, last) if first != last else (first,)
+    direct = [a for a in inputs if isinstance(a, int)]
     if not op.blocks:
         return tuple(direct) if len(direct) < 2 else tuple(dict.fromkeys(direct))
     return tuple(dict.fromkeys([*direct, *(v for block in op.blocks for v in sorted(free_values(block)))]))

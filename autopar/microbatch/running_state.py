@@ -90,7 +90,7 @@ def check_updates(whole: OpGraph, updates: StateUpdates, permits: Callable[[Op],
     """Raises: UnsupportedError for state whose new value would be another than that of a loop over micro-batches, and
     no mean either: overwritten without its old value, updated behind a branch, or the old value of such state.
     """
-    block = whole.block
+    block, forward = whole.block, whole.forward_role
     made_by = {v: op for op in block.ops for v in op.outputs}
     for i, o in whole.tied:
         old, new = block.inputs[i], block.outputs[o]
@@ -101,7 +101,7 @@ def check_updates(whole: OpGraph, updates: StateUpdates, permits: Callable[[Op],
             raise _no_loop(
                 name, f"the old value of {whole.values[new].name}, of which each micro-batch makes a new one"
             )
-        if maker is None or maker.role is not whole.forward_role or not permits(maker):
+        if maker is None or maker.role is not forward or not permits(maker):
             continue
         if maker.kind in (OpKind.COND, OpKind.WHILE):
             raise _no_loop(name, f"a new value behind a branch or a loop ({maker.primitive} in {maker.module})")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,14 +35,14 @@ def with_summed_products(graph: OpGraph, rules: RuleBook) -> OpGraph:
     made = makers(graph.block.ops)
     readers = collections.Counter(a for op in graph.block.ops for a in (*op.inputs, *_inside(op)) if isinstance(a, int))
     readers.update(a for a in graph.block.outputs if isinstance(a, int))
-    fresh = Fresh(graph)
+    fresh, equations = Fresh(graph), _Equations()
     instead: dict[int, list[Op]] = {}  # by the operation that they stand for
     sums: dict[int, Op] = {}
     for op in graph.block.ops:
         found = _Chain.of(op, graph, made, readers) if op.kind is OpKind.ACCUMULATE else None
         if found is None:
             continue
-        new = found.in_type_of_sum(fresh)
+        new = found.in_type_of_sum(fresh, equations)
         for old, ops in new.items():
             instead.setdefault(old, []).extend(ops)
         *_, last = (made_now for ops in new.values() for made_now in ops)
@@ -108,7 +109,7 @@ class _Chain:
                 return None
         return None
 
-    def in_type_of_sum(self, fresh: Fresh) -> dict[int, list[Op]]:
+    def in_type_of_sum(self, fresh: Fresh, equations: _Equations) -> dict[int, list[Op]]:
         """The product and what stands behind it with results of the sum's type, by the operations in whose places they
         run; their rules are not known yet.
         """
@@ -119,35 +120,33 @@ class _Chain:
             inputs, variables = inputs[::-1], variables[::-1]
             contracted, batch = contracted[::-1], batch[::-1]
             precision = precision[::-1] if isinstance(precision, tuple) else precision
-        eqn = _equation(
-            lambda x, y: jax.lax.dot_general(x, y, (contracted, batch), precision, jnp.dtype(self.dtype)),
-            [jax_compat.struct(_shape(v), str(v.aval.dtype)) for v in variables],
-        )
+        avals = [jax_compat.struct(_shape(v), str(v.aval.dtype)) for v in variables]
+        eqn = equations.of(jax.lax.dot_general, avals, (contracted, batch), precision, jnp.dtype(self.dtype))
         found = {op.id: [_made_anew(op, eqn, inputs, fresh)]}
         at = found[op.id][0].outputs[0]
         for old in self.behind:
-            found[old.id] = self._behind(old, at, fresh)
+            found[old.id] = self._behind(old, at, fresh, equations)
             at = found[old.id][-1].outputs[0]
         return found
 
-    def _behind(self, op: Op, at: int, fresh: Fresh) -> list[Op]:
+    def _behind(self, op: Op, at: int, fresh: Fresh, equations: _Equations) -> list[Op]:
         """An operation behind the product, of a value of the sum's type."""
         before = jax_compat.struct(fresh.values[at].shape, self.dtype)
         if op.primitive == "reshape":
             sizes = _shape(op.eqn.outvars[0])
-            return [_made_anew(op, _equation(lambda x: jnp.reshape(x, sizes), [before]), (at,), fresh)]
+            return [_made_anew(op, equations.of(jnp.reshape, [before], sizes), (at,), fresh)]
         (number,) = (a for a in op.inputs if not isinstance(a, int) or not fresh.values[a].shape)
         if isinstance(number, Constant):
             factor = float(number.literal.val)
-            eqn = _equation(lambda x: x * factor, [before])
+            eqn = equations.of(operator.mul, [before], factor)
             return [_made_anew(op, eqn, (at, Constant(eqn.invars[1])), fresh)]
         ops = []
         if fresh.values[number].dtype != self.dtype:
             narrow = jax_compat.struct((), fresh.values[number].dtype)
-            eqn = _equation(lambda x: jax.lax.convert_element_type(x, self.dtype), [narrow])
+            eqn = equations.of(jax.lax.convert_element_type, [narrow], self.dtype)
             ops.append(_made_anew(op, eqn, (number,), fresh))
             number = ops[0].outputs[0]
-        eqn = _equation(lambda x, y: x * y, [before, jax_compat.struct((), self.dtype)])
+        eqn = equations.of(operator.mul, [before, jax_compat.struct((), self.dtype)])
         return [*ops, _made_anew(op, eqn, (at, number), fresh)]
 
 
@@ -171,9 +170,19 @@ def _sums_as_wide(product: Op, of_result: str, of_sum: str) -> bool:
     return narrow and of_result in _NARROW and of_sum in (_WIDE, of_result)
 
 
-def _equation(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    (eqn,) = jax_compat.open_jaxpr(jax.make_jaxpr(function)(*avals)).eqns
-    return eqn
+class _Equations:
+    """The equations of functions on arrays of some shapes, each traced once: those of equal layers are the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def of(self, function: Callable[..., Any], avals: Sequence[Any], *how: Hashable) -> Any:
+        """The one equation of a function of arrays, and of further arguments `how`."""
+        key = function, tuple((a.shape, str(a.dtype)) for a in avals), how
+        if key not in self._known:
+            closed = jax.make_jaxpr(lambda *arrays: function(*arrays, *how))(*avals)
+            (self._known[key],) = jax_compat.open_jaxpr(closed).eqns
+        return self._known[key]
 
 
 def _swaps(eqn: Any, order: tuple[int, ...] | None) -> bool | None:

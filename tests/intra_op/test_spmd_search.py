@@ -14,7 +14,8 @@ from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.frontend.tracing import trace
 from autopar.intra_op import build_choice_graph, spmd_search
-from autopar.intra_op.mesh_searches import cannot_fit, fits_unfused, mesh_candidates
+from autopar.intra_op.mesh_searches import baseline_candidates, cannot_fit, fits_unfused, mesh_candidates
+from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.intra_op.spmd_search import (
     MeshSearch,
     _splits_an_axis,
@@ -71,7 +72,7 @@ def test_baselines_tell_whether_a_third_axis_may_pay(monkeypatch):
 
     monkeypatch.setattr("autopar.intra_op.mesh_searches.begin_on_mesh", search)
     for baselines in ([], [rejected((8,), 0.9 * row.step_time_s)]):
-        monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _, of=baselines: of)
+        monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda *_, of=baselines: of)
         searched.clear()
         *_, last = mesh_candidates(context)
         assert searched == [(8,), (2, 4), (2, 2, 2)][: 2 if baselines else 3]
@@ -111,14 +112,14 @@ def evaluated(monkeypatch):
         begun.append(1)
         return begin(*args, **named)
 
-    def evaluates(search):
+    def evaluates(search, **named):
         seen.append((search.intra_op.model.links.mesh.axis_sizes, search.at_least_s, len(begun)))
-        return outcome(search)
+        return outcome(search, **named)
 
     monkeypatch.setattr(spmd_search, "SMALL", 0)
     monkeypatch.setattr("autopar.intra_op.mesh_searches.begin_on_mesh", begins)
     monkeypatch.setattr(MeshSearch, "outcome", evaluates)
-    monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda _: [])
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.baseline_candidates", lambda *_: [])
     return seen
 
 
@@ -157,6 +158,21 @@ def test_values_that_are_all_written_take_no_less_than_kernels_do():
 
 def with_limit(context, limit_bytes):
     return dataclasses.replace(context, limit_bytes=limit_bytes)
+
+
+def test_baselines_are_made_leaner_where_something_may_fit(monkeypatch):
+    """No baseline fits into less than the smallest of them needs, which is more than all devices share of the step."""
+    monkeypatch.setattr("autopar.intra_op.mesh_searches.LONG_STEP", 0)
+    context, leaner, calls = deep_context(), MeshSearch.leaner, []
+    monkeypatch.setattr(MeshSearch, "leaner", lambda *args: calls.append(1) or leaner(*args))
+    least_bytes = min(each.peak_bytes for each in baseline_candidates(context) if isinstance(each, SpmdCandidate))
+    assert not calls
+    assert cannot_fit(with_limit(context, least_bytes - 1)) is None
+    assert list(baseline_candidates(with_limit(context, least_bytes - 1)))
+    assert calls
+    calls.clear()
+    assert list(baseline_candidates(with_limit(context, 1)))
+    assert not calls
 
 
 def test_programs_on_one_mesh_share_their_tables(monkeypatch):
