@@ -337,37 +337,27 @@ def fit_stages(
 
     Stages that exceed the memory are decided again with a higher price on the bytes of their state, then with that
     price also on values saved for backward passes, then with higher prices on both, `MOST_PRICES` times at most, unless
-    their state exceeds it whatever is decided, or the step takes too long already. The prices of a group of devices
-    rise until its decisions are others. `of_whole`: how many times as much state, and time, the whole step has as the
-    stages that are decided.
+    their state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much
+    state, and time, the whole step has as the stages that are decided.
     """
-    stages_of: dict[int, list[int]] = {}
-    for q, group in enumerate(schedule.mesh_of_stage):
-        stages_of.setdefault(group, []).append(q)
-    left = dict.fromkeys(stages_of, MOST_PRICES if limits.decides_again else 0)
+    numbers: list[int] = []
     rounds: list[Round] = []
-    decisions = decider.decide(terms)
-    while True:
-        pipeline = simulated(decisions)
+    for left in reversed(range(MOST_PRICES + 1 if limits.decides_again else 1)):
+        decisions = decider.decide(terms)
+        before, numbers = numbers, [number for number, _ in decisions]
+        if numbers != before:
+            pipeline = simulated(decisions)
         rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(pipeline.peak_bytes)))
-        over = [group for group in stages_of if pipeline.peak_bytes[group] > limits.limit_bytes]
-        if not over or not all(left[group] for group in over) or pipeline.step_time_s >= limits.to_beat_s:
+        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
+        if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
             break
-        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for group in over for q in stages_of[group]):
+        if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break
-        before, same = decisions, over
-        while any(left[group] for group in same):
-            for group in (group for group in same if left[group]):
-                left[group] -= 1
-                for q in stages_of[group]:
-                    dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
-                    known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
-                    in_flight = schedule.in_flight[group] // schedule.chunks
-                    terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
-            decisions = decider.decide(terms)
-            same = [g for g in same if all(decisions[q][0] == before[q][0] for q in stages_of[g])]
-        if same:
-            break  # as large as they are
+        for q in over:
+            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
+            known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
+            in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
+            terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
     return pipeline, tuple(rounds)
 
 

@@ -1,12 +1,8 @@
-"""Choices of stages in a few words, and the prices of memory under which they fit."""
-
-from types import SimpleNamespace
+"""Choices of stages in a few words."""
 
 import pytest
 
-from autopar.inter_op.decide_stages import BuildLimits, StageChoice, fit_stages
-from autopar.intra_op.ilp import ObjectiveWeights
-from autopar.intra_op.memory_prices import FIRST_PRICE, MOST_PRICES
+from autopar.inter_op.decide_stages import StageChoice
 from autopar.ir.layout import LogicalMesh
 
 PAIR, FOUR = LogicalMesh(axis_sizes=(2,)), LogicalMesh(axis_sizes=(2, 2))
@@ -35,42 +31,3 @@ def test_a_choice_in_words(meshes, policies, m, text):
         policies=policies,
     )
     assert choice.text(m) == text
-
-
-@pytest.mark.parametrize(
-    ("changes", "fits", "simulated", "solved"),
-    [
-        (((0,), ()), (0, 0), [(0, 0)], 1),
-        (((0, 4, 64), ()), (4, 0), [(0, 0), (4, 0)], 4),
-        (((0, 4), (0, 1, 4)), (4, 4), [(0, 0), (4, 1), (4, 4)], 6),
-        (((0, 1), (0,)), (1, 4), [(0, 0)], 1 + MOST_PRICES),
-        (((0, 1), (0, 256)), (1, 300), [(0, 0), (1, 256)], 1 + MOST_PRICES),
-    ],
-    ids=["at once", "another decision", "two groups", "the same whatever the price", "none"],
-)
-def test_prices_rise_until_decisions_are_others(changes, fits, simulated, solved):
-    """Two stages: each has another decision from some multiples of the first price on, and fits from one on."""
-    first_price, seen, prices = FIRST_PRICE / 100, [], []
-
-    def decide(terms):
-        prices.append(terms)
-        times = [round(at.s_per_byte / first_price) for at in terms]
-        found = [max((n for n in of if n <= at), default=0) for of, at in zip(changes, times, strict=True)]
-        return [(n, SimpleNamespace(report=SimpleNamespace(objective_s=1.0))) for n in found]
-
-    def simulate(decisions):
-        seen.append(tuple(n for n, _ in decisions))
-        peaks = tuple(90 if n >= least else 110 for n, least in zip(seen[-1], fits, strict=True))
-        return SimpleNamespace(step_time_s=1.0, peak_bytes=peaks)
-
-    _, rounds = fit_stages(
-        StageChoice(schedule="1f1b", chunks=1, first_layers=(0, 1), group_meshes=(PAIR, PAIR), policies=("nothing",)),
-        SimpleNamespace(mesh_of_stage=(0, 1), in_flight=(1, 1), chunks=1),
-        SimpleNamespace(decide=decide, cannot_fit=lambda *_: False),
-        [ObjectiveWeights(s_per_byte=0.0, exposed_fraction=1.0)] * 2,
-        BuildLimits(limit_bytes=100, time_limit_s=1.0),
-        simulate,
-    )
-    assert seen == simulated
-    assert len(prices) == solved
-    assert len(rounds) == len(seen)
