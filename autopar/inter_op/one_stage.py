@@ -234,7 +234,8 @@ def recompute_in_some_layers(
     position = others.numbers.index(at.num_microbatches)
     for m in others.numbers[max(0, position - 1) : position + 2] if of_step else ():
         if others.admits(m, plain):
-            _in_some_layers(evaluated, m, plain, binding, of_step[-1])
+            for ladder in of_step:
+                _in_some_layers(evaluated, m, plain, binding, ladder)
 
 
 def _in_some_layers(
