@@ -220,9 +220,9 @@ def _number_of_recipes(
 def recompute_in_some_layers(
     evaluated: PipelineEvaluator, others: MicrobatchCounts, policies: Sequence[LayerPolicies]
 ) -> None:
-    """Evaluates pipelines of one stage with more recomputation in some layers than in others, where memory is short: the
-    best in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit; then those
-    that are faster than the best and exceed the memory.
+    """Evaluates pipelines of one stage with more recomputation in some layers than in others, where memory is short:
+    the best in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit; then
+    those that are faster than the best and exceed the memory.
     """
     best, at = evaluated.best, _near_the_best(evaluated)
     if best is None or not best.fits(evaluated.limit_bytes) or evaluated.context.program_fits:
