@@ -77,9 +77,8 @@ ABOUT_SEARCH = (
     "the table. `short`: by a line through the published plans of two smaller models, whose memory is not told. With "
     "all layers those of 32B on 64 v5p, 1.7B on 32 A100 and 70B on 64 GB200 and 64 GB300 need more memory than there "
     "is, by the model: 124 GB of 103, 91 of 85, of which 39 are masks of dropout, and of GB200 333 of 192. There the "
-    "runs keep activations of 40 and of 20 layers in the hosts' memory, which costs them nothing here: the search, "
-    "which keeps them on the devices, is slower by that (all in the hosts' memory, in two micro-batches, take 10.5 s "
-    "on GB200). Searches of larger rows take more than five minutes of processor time."
+    "runs keep activations of 40 and of 20 layers in the hosts' memory, which costs them nothing here; the search "
+    "keeps values there too, with their copies. Searches of larger rows take more than five minutes of processor time."
 )
 ABOUT_INTERVALS = (
     f"Each row has its interval of `plan.step_interval_s`, for {10 * LEVEL:.0f} of 10 runs, with its own error left "

@@ -220,12 +220,43 @@ def _number_of_recipes(
 def recompute_in_some_layers(
     evaluated: PipelineEvaluator, others: MicrobatchCounts, policies: Sequence[LayerPolicies]
 ) -> None:
-    """Evaluates the best pipeline of one stage with more recomputation in some layers than in others, where memory is
-    short: in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit.
+    """Evaluates pipelines of one stage with more recomputation in some layers than in others, where memory is short:
+    the best in as many micro-batches, in fewer and in more, while keeping all would be faster and does not fit; then
+    those that are faster than the best and exceed the memory.
     """
     best, at = evaluated.best, _near_the_best(evaluated)
-    if best is None or at is None or not best.fits(evaluated.limit_bytes) or evaluated.context.program_fits:
+    if best is None or not best.fits(evaluated.limit_bytes) or evaluated.context.program_fits:
         return
+    if at is not None:
+        _around_the_best(evaluated, others, policies, best, at)
+    one_stage = [found for (stages, _), (found, _) in evaluated.best_of.items() if stages == 1]
+    for found in sorted(one_stage, key=lambda each: each.step_time_s):
+        if evaluated.best is None or found.step_time_s >= (1 - ESTIMATE_ERROR) * evaluated.best.step_time_s:
+            return
+        if not found.fits(evaluated.limit_bytes):
+            _leaner_in_some_layers(evaluated, found, policies)
+
+
+def _leaner_in_some_layers(
+    evaluated: PipelineEvaluator, found: PipelineEstimate, policies: Sequence[LayerPolicies]
+) -> None:
+    """What exceeds the memory, with more recomputation in as many layers as it takes to fit."""
+    terms = found.rounds[-1].terms if found.rounds else ()
+    plain = dataclasses.replace(found.choice, terms=terms, over_limit=(True,) * len(terms))
+    for ladder in policies:
+        if plain.policies in ladder.of_layers:
+            begins = ladder.of_layers.index(plain.policies)
+            _in_some_layers(evaluated, found.num_microbatches, plain, None, ladder, begins)
+
+
+def _around_the_best(
+    evaluated: PipelineEvaluator,
+    others: MicrobatchCounts,
+    policies: Sequence[LayerPolicies],
+    best: PipelineCandidate | PipelineEstimate,
+    at: PipelineEstimate,
+) -> None:
+    """The best in as many micro-batches, in fewer and in more. `at` is the best of one stage."""
     binding = best.binding if isinstance(best, PipelineEstimate) and len(best.choice.first_layers) == 1 else None
     of = best.choice if binding is not None else at.choice
     terms = at.rounds[-1].terms if at.rounds and binding is None else ()  # under which the state fits
@@ -234,14 +265,21 @@ def recompute_in_some_layers(
     position = others.numbers.index(at.num_microbatches)
     for m in others.numbers[max(0, position - 1) : position + 2] if of_step else ():
         if others.admits(m, plain):
-            _in_some_layers(evaluated, m, plain, binding, of_step[-1])
+            for ladder in of_step:
+                _in_some_layers(evaluated, m, plain, binding, ladder)
 
 
 def _in_some_layers(
-    evaluated: PipelineEvaluator, m: int, plain: StageChoice, binding: Binding | None, policies: LayerPolicies
+    evaluated: PipelineEvaluator,
+    m: int,
+    plain: StageChoice,
+    binding: Binding | None,
+    policies: LayerPolicies,
+    begins: int = 0,
 ) -> None:
     """In m micro-batches: a policy that keeps more than fits in as many layers as it may, the next one in the others,
-    spread evenly. Between mixes that were evaluated a peak is on a line over the bytes that are kept.
+    spread evenly; from the policy of number `begins` on. Between mixes that were evaluated a peak is on a line over the
+    bytes that are kept.
     """
     limit_bytes, mixes = evaluated.limit_bytes, _Mixes(policies, len(plain.policies))
     peak_bytes: dict[int, int] = {}
@@ -259,11 +297,12 @@ def _in_some_layers(
         assert evaluated.best is not None, "one fits"
         return times_s[mix] < (1 - ESTIMATE_ERROR / 2) * evaluated.best.step_time_s
 
-    first = of(0)
-    if first is None or first.fits(limit_bytes) or not gains(0):
+    begins *= mixes.num_layers
+    first = of(begins) if begins < mixes.last else None
+    if first is None or first.fits(limit_bytes) or not gains(begins):
         return
     # The bytes that are kept err where all is: much of it is fused.
-    for mix in (mixes.num_layers, mixes.last):
+    for mix in (begins + mixes.num_layers, mixes.last):
         found = of(mix)
         if found is None:
             return

@@ -240,10 +240,11 @@ CHOICES = 5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPolicies:
-    """What layers may compute again: policies of all layers, from the one that keeps most on.
+    """What layers may compute again: policies of all layers.
 
     Attributes:
-        names: Of the policies.
+        names: Of the policies: first that which keeps all, then those without values in the memory of the hosts, then
+            those with some there, last that which keeps the inputs of layers alone.
         of_layers: For each policy that of every layer.
         kept_bytes: Bytes that each keeps of a micro-batch, over all devices.
         again: For each policy what it computes again, and sends to the host, of the layers that stay in a folded graph.

@@ -164,14 +164,17 @@ def baseline_candidates(
     if not context.may_gain:
         yield Rejection(source=BASELINES, text="data parallelism and ZeRO", why=f"not tried: {context.why_no_gain}")
         return
-    memory = memory or _LeastMemory(context)
+    memory, refusal = memory or _LeastMemory(context), None
     for baseline in _baselines(context):
         if isinstance(baseline, Baseline):
-            found = _searched(context, baseline, may_fit=memory.refusal(context) is None)
+            refusal = memory.refusal(context) if not context.deadline.passed else refusal
+            found = _searched(context, baseline, may_fit=refusal is None)
         else:
             found = baseline
         yield found
         context = context.after([found])  # the next ones are of use where they are faster than this too
+    if refusal is not None:
+        yield refusal  # how much is needed at least, where no pipeline fits either
 
 
 def _searched(context: PlanningContext, baseline: Baseline, *, may_fit: bool) -> SpmdCandidate | Rejection:

@@ -568,7 +568,7 @@ def micro_batched(traced: TracedStep, num_microbatches: int, rules: RuleBook, wh
             return _with_all_in_loop(graph, traced, whole, rules)
         except MixedExamplesError as error:
             cut_error, traced = error, _traced_once(traced)
-            own = found.own_program(traced, whole, part, num_microbatches, rules) if traced.per_microbatch else None
+            own = found.own_program(traced, part, num_microbatches, rules) if traced.per_microbatch else None
             if own is not None:
                 return _accumulated(traced, own, whole, num_microbatches, rules, found)
         except UnsupportedError as error:  # by a trace, other dimensions may be those of the examples
@@ -671,38 +671,19 @@ class _Found:
             follower.mixing.update(known.mixing)
         return states, known.sections
 
-    def own_program(
-        self, traced: TracedStep, whole: OpGraph, cut: OpGraph, num_microbatches: int, rules: RuleBook
-    ) -> OpGraph | None:
-        """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals. That is
-        seen in a trace on as few examples as possible, which answers for most numbers of micro-batches, or else on its
-        own.
-        """
+    def own_program(self, traced: TracedStep, cut: OpGraph, num_microbatches: int, rules: RuleBook) -> OpGraph | None:
+        """The graph of a micro-batch's own program, where that is the one that is `cut` with its own literals."""
         if self.powers is not None and self.traced_in % num_microbatches == 0:
             return with_own_literals(cut, self.powers, num_microbatches)
-        in_one = num_examples(traced) // num_microbatches
-        fewest = next((n for n in range(2, in_one) if in_one % n == 0), in_one)
-        for examples in dict.fromkeys((fewest, in_one)):
-            number = num_examples(traced) // examples
-            powers = self._powers_in(number, traced, whole, cut if examples == in_one else None, rules)
-            if powers is not None and self.powers in (None, powers):
-                self.powers, self.traced_in = powers, max(self.traced_in, number)
-                return with_own_literals(cut, powers, num_microbatches)
-        return None
-
-    def _powers_in(
-        self, number: int, traced: TracedStep, whole: OpGraph, cut: OpGraph | None, rules: RuleBook
-    ) -> Powers | None:
-        """How literals follow the number of micro-batches, as a trace on one of so many tells."""
-        assert self.dims is not None, "the whole batch is cut"
-        if cut is None and not self.dims.hold_in(number):
-            return None
         try:
-            own = build_graph(smaller_step(traced, num_examples(traced) // number), rules)
-            cut = cut or mark_score_kernels(cut_along(whole, self.dims, number, rules, traced.name))
+            smaller = smaller_step(traced, num_examples(traced) // num_microbatches)
         except UnsupportedError:
             return None  # which is said where its trace is compared with that of the whole batch
-        return own_powers(cut, own, number)
+        powers = own_powers(cut, build_graph(smaller, rules), num_microbatches)
+        if powers is None or self.powers not in (None, powers):
+            return None
+        self.powers, self.traced_in = powers, max(self.traced_in, num_microbatches)
+        return with_own_literals(cut, powers, num_microbatches)
 
 
 _found: KeptWithGraphs[_Found] = KeptWithGraphs()

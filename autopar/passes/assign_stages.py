@@ -274,7 +274,8 @@ def _saved_at_cuts(graph: OpGraph, stages: Sequence[int | None], same_as: Mappin
         if stage is not None and op.section.is_backward:
             for v in read_by(op):
                 producer_stage = at.get(v)
-                if v in same_as and producer_stage is not None and producer_stage < stage:
+                there = same_as.get(v) in at  # the forward pass may have no other use for it
+                if there and producer_stage is not None and producer_stage < stage:
                     names[v] = same_as[v]
         ops.append(reading(op, names))
     return dataclasses.replace(graph, block=replace(graph.block, ops=tuple(ops)))

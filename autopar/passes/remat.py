@@ -97,22 +97,6 @@ def _by_id(graph: OpGraph, assignment: LayerAssignment) -> dict[int, int | None]
     return {op.id: layer for op, layer in zip(graph.block.ops, assignment.layer_of, strict=True)}
 
 
-def saved_bytes(graph: OpGraph, layers: Layers, assignment: LayerAssignment | None = None) -> tuple[int, ...]:
-    """Bytes that one micro-batch keeps for the backward pass, at the first layer whose backward operations read them.
-
-    Values of the forward section and parts of the batch, unsharded; arguments and hoisted values are there anyway.
-    `assignment` of the graph to these layers saves finding it again.
-    """
-    readers = _Readers(graph, _by_id(graph, assign_layers(graph, layers) if assignment is None else assignment))
-    out = [0] * len(layers)
-    for op in graph.block.ops:
-        if op.section is Section.FORWARD or op.kind is OpKind.SPLIT:
-            for v in op.outputs:
-                if reading_layers := readers.layers.get(v):
-                    out[min(reading_layers)] += graph.values[v].nbytes
-    return tuple(out)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
     """The forward operations of a layer that run again, by their ids.
@@ -395,8 +379,10 @@ FORMS = " or ".join(repr(policy.value) for policy in Recompute) + ", also with '
 
 
 def name_of(policy: str) -> str:
-    """The policy of a layer in a word or two."""
-    return "by value" if is_by_value(policy) else policy
+    """The policy of a layer in a few words."""
+    if not is_by_value(policy):
+        return policy
+    return "by value, some in the hosts" if IN_HOST in policy else "by value"
 
 
 def is_policy(text: str) -> bool:
