@@ -171,7 +171,9 @@ def test_baselines_are_made_leaner_where_something_may_fit(monkeypatch):
     assert list(baseline_candidates(with_limit(context, least_bytes - 1)))
     assert calls
     calls.clear()
-    assert list(baseline_candidates(with_limit(context, 1)))
+    found = list(baseline_candidates(with_limit(context, 1)))
+    assert isinstance(found[0], SpmdCandidate)
+    assert isinstance(found[-1].error, MemoryLimitError)
     assert not calls
 
 
