@@ -12,6 +12,7 @@ from autopar import Cluster, recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.errors import MemoryLimitError
 from autopar.frontend.tracing import trace
 from autopar.intra_op import build_choice_graph, spmd_search
 from autopar.intra_op.mesh_searches import baseline_candidates, cannot_fit, fits_unfused, mesh_candidates
