@@ -12,6 +12,7 @@ from autopar import Cluster, recipes
 from autopar.common.progress import Progress
 from autopar.compiler.planner import planning_context
 from autopar.cost.cost_model import NodeCosts, cost_model
+from autopar.errors import MemoryLimitError
 from autopar.frontend.tracing import trace
 from autopar.intra_op import build_choice_graph, spmd_search
 from autopar.intra_op.mesh_searches import baseline_candidates, cannot_fit, fits_unfused, mesh_candidates
@@ -171,7 +172,9 @@ def test_baselines_are_made_leaner_where_something_may_fit(monkeypatch):
     assert list(baseline_candidates(with_limit(context, least_bytes - 1)))
     assert calls
     calls.clear()
-    assert list(baseline_candidates(with_limit(context, 1)))
+    found = list(baseline_candidates(with_limit(context, 1)))
+    assert isinstance(found[0], SpmdCandidate)
+    assert isinstance(found[-1].error, MemoryLimitError)
     assert not calls
 
 
