@@ -156,8 +156,8 @@ class Baseline:
 def baseline_candidates(
     context: PlanningContext, memory: _LeastMemory | None = None
 ) -> Iterator[SpmdCandidate | Rejection]:
-    """Every manual plan, each as one constrained program that is priced like what the search finds by itself: as it is
-    where nothing can fit, else made to fit. `memory`: what is known of that.
+    """Every manual plan, each as one constrained program that is priced like what the search finds by itself: made to
+    fit, or of a long step where nothing can fit as it is. `memory`: what is known of that.
     """
     if not context.request.leaves_layouts_free or context.cluster.num_devices == 1:
         return
@@ -165,9 +165,10 @@ def baseline_candidates(
         yield Rejection(source=BASELINES, text="data parallelism and ZeRO", why=f"not tried: {context.why_no_gain}")
         return
     memory, refusal = memory or _LeastMemory(context), None
+    is_long = len(context.graph.block.ops) > LONG_STEP
     for baseline in _baselines(context):
         if isinstance(baseline, Baseline):
-            refusal = memory.refusal(context) if not context.deadline.passed else refusal
+            refusal = memory.refusal(context) if is_long and not context.deadline.passed else refusal
             found = _searched(context, baseline, may_fit=refusal is None)
         else:
             found = baseline
