@@ -158,10 +158,14 @@ class _Search:
         except MemoryLimitError as error:
             if self.refused is None or error.needed_bytes < self.refused.needed_bytes:
                 self.refused = error
-            # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it.
+            # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it, or less
+            # than this one by the bytes that one program of it is over the limit.
             less = [other.saved_bytes for other in self.fitting if other.saved_bytes < way.saved_bytes]
-            halfway = (way.saved_bytes + max(less)) / 2 if less else way.saved_bytes or math.inf
-            self.refused_bytes[way.attention] = min(self.refused_bytes.get(way.attention, math.inf), halfway)
+            most_bytes = way.saved_bytes or math.inf
+            if less:
+                over_bytes = (error.needed_bytes - error.limit_bytes) * self.num_devices
+                most_bytes = max((way.saved_bytes + max(less)) / 2, way.saved_bytes - over_bytes)
+            self.refused_bytes[way.attention] = min(self.refused_bytes.get(way.attention, math.inf), most_bytes)
         except (SolverError, UnsupportedError):
             self.waiting = [other for other in self.waiting if other is not way]
             if not self.plans and self.refused is None:

@@ -442,7 +442,9 @@ class _Search:
 
         Raises: as `cut_layers`.
         """
-        mixed: dict[int, MixedExamplesError] = self.context.graphs.of(self.step.traced, "micro-batches that mix", dict)
+        alike = dataclasses.replace(self.context.traced, scan_recompute="")  # which changes no results
+        key = "micro-batches that mix", self.step.parts
+        mixed: dict[int, MixedExamplesError] = self.context.graphs.of(alike, key, dict)
         for number, error in mixed.items():
             if m % number == 0:
                 raise error.with_traceback(None)

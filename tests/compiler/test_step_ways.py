@@ -307,6 +307,22 @@ def test_of_one_attention_what_saves_more_than_half_of_the_way_to_one_that_does_
     assert asked == [("0", True), ("3", True), ("0", False), ("2", False)]
 
 
+@pytest.mark.parametrize(("needed_bytes", "others"), [(300, []), (120, [("2", False)])])
+def test_what_saves_less_by_as_much_as_another_is_over_the_limit_is_not_left_out(needed_bytes, others):
+    ways = [dataclasses.replace(way, attention=Attention.KERNEL, scan_recompute=str(i)) for i, way in enumerate(SAVING)]
+    asked = []
+
+    def plans_with(request):
+        asked.append((request.scan_recompute, request.defer_stages))
+        if request.scan_recompute == "3":
+            return (made_up(2.0, peak_bytes=20, trial_bytes=20),)
+        raise too_large(needed_bytes if request.scan_recompute == "1" else 300)
+
+    plans_in_memory(PlanRequest(), ways, plans_with, 1)
+    # 60 bytes lie beyond (90 + 10) / 2, and not beyond 90 - 20
+    assert asked == [("0", True), ("3", True), ("1", False), *others]
+
+
 def test_one_program_is_tried_first_and_then_what_is_faster_in_micro_batches():
     first, *_, leanest = SAVING
     asked = []
