@@ -546,7 +546,7 @@ def make_plans(
     ways = StepWays(traced=traced, request=request, cluster=cluster, rules=rules, graphs=shared)
     in_stages = cluster.num_devices > WHOLE_UP_TO and not admits_one_program(traced, cluster, request)
     in_stages = in_stages and not request.names_pipeline and request.time_limit_s is None
-    return plans_in_memory(request, ways, plans_with, cluster.num_devices, in_stages=in_stages)
+    return plans_in_memory(request, ways, plans_with, cluster.num_devices, within=ways.within, in_stages=in_stages)
 
 
 def _plans_of(context: PlanningContext, trees: Trees, plan_under: Callable[[PlanRequest], Plan]) -> tuple[Plan, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.common.progress import Deadline
 from autopar.compiler.step_ways import StepWay
@@ -28,17 +28,18 @@ def plans_in_memory(
     plans_with: Callable[[PlanRequest], Plans],
     num_devices: int,
     *,
+    within: Callable[[StepWay, float], StepWay | None] = lambda near, most_bytes: None,
     in_stages: bool = False,
 ) -> Plans:
     """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
 
-    `plans_with` makes the plans of a request. `in_stages`: none is one program, which has the whole batch's values at
+    `plans_with` makes the plans of a request. `within`: as `StepWays.within`. `in_stages`: none is one program, which has the whole batch's values at
     once. Stages in enough micro-batches hold little of them, so that the fastest way comes first.
 
     Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
-    search = _Search(request, plans_with, num_devices)
-    search.waiting += ways
+    search = _Search(request, plans_with, num_devices, within)
+    search.enter_ways(ways)
     first = search.waiting[0]
     if in_stages:
         most_s = (1 + WORTHWHILE) * min(way.least_s for way in search.waiting)
@@ -60,10 +61,10 @@ def plans_in_memory(
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownProgram:
     """A program that a plan found or tried, or one in other micro-batches: `share` of what the backward pass reads of
-    the whole batch is on a device at once.
+    the whole batch is on a device at once. `step_s`: None of one that does not fit and was not timed.
     """
 
-    step_s: float
+    step_s: float | None
     peak_bytes: float
     share: float
 
@@ -76,24 +77,40 @@ class _Search:
         fitting: The ways that have a plan.
         known: The programs that are known of ways: of their plans, and those that do not fit.
         waiting: The ways that were not planned yet.
+        by_value: Those of a choice by value, planned or not.
+        filled: Those of them, by attention and choice, next to which another one was made (`next_made_to_fit`).
         refused: The error of the way nearest to fitting.
         refused_bytes: By attention, what ways save at least that do not fit, or are no faster, in any micro-batches.
         one_stage_s: Of ways, by their ids, that do not fit as one program: the step time of one stage under ZeRO in the
             fewest micro-batches that fit; inf: none does.
     """
 
-    def __init__(self, request: PlanRequest, plans_with: Callable[[PlanRequest], Plans], num_devices: int) -> None:
-        self.request, self.plans_with, self.num_devices = request, plans_with, num_devices
+    def __init__(
+        self,
+        request: PlanRequest,
+        plans_with: Callable[[PlanRequest], Plans],
+        num_devices: int,
+        within: Callable[[StepWay, float], StepWay | None],
+    ) -> None:
+        self.request, self.plans_with, self.num_devices, self.within = request, plans_with, num_devices, within
         self.deadline = Deadline.after(request.time_limit_s)
         self.plans: Plans = ()
         self.best: StepWay | None = None
         self.fitting: list[StepWay] = []
         self.known: list[tuple[StepWay, list[KnownProgram]]] = []
         self.waiting: list[StepWay] = []
+        self.by_value: list[StepWay] = []
+        self.filled: set[tuple[Attention, str]] = set()
         self.limit_bytes = math.inf
         self.refused: MemoryLimitError | None = None
         self.refused_bytes: dict[Attention, float] = {}
         self.one_stage_s: dict[int, float] = {}
+
+    def enter_ways(self, ways: Iterable[StepWay]) -> None:
+        for way in ways:
+            self.waiting.append(way)
+            if way.kept_bytes is not None:
+                self.by_value.append(way)
 
     def found(self) -> Plans:
         if self.plans:
@@ -122,8 +139,7 @@ class _Search:
         try:
             plans = self.plans_of(way, defer_stages=True)
         except MemoryLimitError as error:
-            self.limit_bytes = error.limit_bytes
-            self.known.append((way, [KnownProgram(way.least_s, error.needed_bytes, 1 / self.num_devices)]))
+            self.knows(way, error)
             self.one_stage_s[id(way)] = math.inf
             return False
         self.enter(way, plans)
@@ -132,6 +148,11 @@ class _Search:
             return True
         self.one_stage_s[id(way)] = plans[0].predicted.step_time_s
         return False
+
+    def knows(self, way: StepWay, error: MemoryLimitError) -> None:
+        """Takes the error of a way that does not fit for that of one program."""
+        self.limit_bytes = error.limit_bytes
+        self.known.append((way, [KnownProgram(None, error.needed_bytes, 1 / self.num_devices)]))
 
     def next_program(self) -> StepWay | None:
         """The way that may fit as one program and be faster than the best so far; without any plan, the leanest one."""
@@ -158,6 +179,7 @@ class _Search:
         except MemoryLimitError as error:
             if self.refused is None or error.needed_bytes < self.refused.needed_bytes:
                 self.refused = error
+            self.knows(way, error)
             # With a plan of a way that saves less, the next one saves at most as much as lies halfway to it, or less
             # than this one by the bytes that one program of it is over the limit.
             less = [other.saved_bytes for other in self.fitting if other.saved_bytes < way.saved_bytes]
@@ -182,7 +204,46 @@ class _Search:
             return min(ways, key=lambda way: (way.least_s == math.inf, way.saved_bytes), default=None)
         expected = [(self.expected_s(way), i) for i, way in enumerate(ways)]
         step_s, i = min(expected, default=(math.inf, 0))
+        made = self.next_made_to_fit((1 - WORTHWHILE) * min(step_s, self.step_s))
+        if made is not None:
+            return made
         return ways[i] if step_s < self.least_worth_s else None
+
+    def next_made_to_fit(self, under_s: float) -> StepWay | None:
+        """A new way, which saves as much as fits in a program that is known, between two choices by value; None where
+        none is expected to take less than so many seconds.
+        """
+        found: tuple[StepWay, float] | None = None
+        for way, programs in self.known:
+            for program in programs:
+                most_bytes = way.saved_bytes + (self.limit_bytes - program.peak_bytes) / program.share
+                most_bytes = min(most_bytes, self.refused_bytes.get(way.attention, math.inf))
+                for less, more in self.next_to(way.attention, most_bytes):
+                    part = (most_bytes - less.saved_bytes) / (more.saved_bytes - less.saved_bytes)
+                    least_s = less.least_s + part * (more.least_s - less.least_s)
+                    expected_s = least_s + self.added_s(program, way)
+                    if expected_s < under_s:
+                        under_s, found = expected_s, (less, most_bytes)
+        if found is None:
+            return None
+        less, _ = found
+        self.filled.add((less.attention, less.scan_recompute))
+        made = self.within(*found)
+        if made is None or made.saved_bytes <= less.saved_bytes:
+            return None
+        self.enter_ways([made])
+        return made if self.expected_s(made) < self.least_worth_s else None
+
+    def next_to(self, attention: Attention, most_bytes: float) -> Iterator[tuple[StepWay, StepWay]]:
+        """Pairs of choices by value, the next that saves less than so many bytes and the next that saves more: without
+        values in the memory of the hosts, and with some there.
+        """
+        for sends in (False, True):
+            alike = [way for way in self.by_value if way.attention is attention and way.sends is sends]
+            less = max((w for w in alike if w.saved_bytes <= most_bytes), key=_saved_bytes, default=None)
+            more = min((w for w in alike if w.saved_bytes > most_bytes), key=_saved_bytes, default=None)
+            if less is not None and more is not None and (attention, less.scan_recompute) not in self.filled:
+                yield less, more
 
     @property
     def least_worth_s(self) -> float:
@@ -239,8 +300,18 @@ class _Search:
             for program in programs:
                 more_bytes = (way.saved_bytes - other.saved_bytes) * program.share
                 if program.peak_bytes + more_bytes <= (1 + PEAK_ERROR) * self.limit_bytes:
-                    found = min(found, program.step_s + way.least_s - other.least_s)
-        return max(found, way.least_s)
+                    found = min(found, way.least_s + self.added_s(program, other))
+        return found
+
+    def added_s(self, program: KnownProgram, way: StepWay) -> float:
+        """Seconds of a step in a program beyond the least of its way; of one that was not timed the fewest of those that
+        were, with as much of the batch on a device.
+        """
+        alike = [(program, way)]
+        if program.step_s is None:
+            alike = [(p, other) for other, programs in self.known for p in programs if p.share == program.share]
+        added = (p.step_s - other.least_s for p, other in alike if p.step_s is not None)
+        return max(0.0, min(added, default=0.0))
 
 
 def is_searched_whole(plan: Plan) -> bool:
@@ -259,23 +330,32 @@ def known_programs(plan: Plan, way: StepWay, whole: Sequence[KnownProgram]) -> l
     pipeline, num_devices = plan.record.pipeline, plan.cluster.num_devices
     number, stages = (pipeline.num_microbatches, len(pipeline.stages)) if pipeline is not None else (1, 1)
     share = min(number, stages) / number / num_devices
-    taken = KnownProgram(plan.predicted.step_time_s, max(plan.predicted.peak_bytes), share)
+    taken_s, taken_bytes = plan.predicted.step_time_s, max(plan.predicted.peak_bytes)
     tried = [
-        KnownProgram(way.least_s if t.step_time_s is None else t.step_time_s, t.peak_bytes, 1 / num_devices)
+        KnownProgram(t.step_time_s, t.peak_bytes, 1 / num_devices)
         for t in plan.record.tried
         if t.peak_bytes is not None
     ]
     tried = tried or [*whole]
-    programs = [taken, *(program for program in tried if program.step_s < taken.step_s)]
+    built = {
+        c.num_microbatches: KnownProgram(c.step_time_s, c.peak_bytes, 1 / c.num_microbatches / num_devices)
+        for c in plan.record.weighed
+        if c.num_microbatches is not None and c.step_time_s is not None and c.peak_bytes is not None
+    }
+    programs = [KnownProgram(taken_s, taken_bytes, share)]
+    programs += [p for p in (*tried, *built.values()) if p.step_s is None or p.step_s < taken_s]
     each_s = 0.0
     lasting_bytes = float(max(sum(memory.throughout.values()) for memory in plan.predicted.memory))
     if number > 1 and tried:
-        first = min(tried, key=lambda program: program.step_s)
-        each_s = max(0.0, taken.step_s - first.step_s) / (number - 1)
-        lasting_bytes = first.peak_bytes - (first.peak_bytes - taken.peak_bytes) / (1 - 1 / number)
+        first_s, first_bytes = min((way.least_s if p.step_s is None else p.step_s, p.peak_bytes) for p in tried)
+        each_s = max(0.0, taken_s - first_s) / (number - 1)
+        lasting_bytes = first_bytes - (first_bytes - taken_bytes) / (1 - 1 / number)
     for m in (1 << i for i in range(1, number.bit_length() + 2)):
-        if m != number:
-            peak_bytes = lasting_bytes + (taken.peak_bytes - lasting_bytes) * number / m
-            step_s = taken.step_s + each_s * (m - number)
-            programs.append(KnownProgram(step_s, peak_bytes, min(m, stages) / m / num_devices))
+        if m != number and m not in built:
+            peak_bytes = lasting_bytes + (taken_bytes - lasting_bytes) * number / m
+            programs.append(KnownProgram(taken_s + each_s * (m - number), peak_bytes, min(m, stages) / m / num_devices))
     return programs
+
+
+def _saved_bytes(way: StepWay) -> float:
+    return way.saved_bytes

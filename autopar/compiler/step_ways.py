@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
@@ -20,7 +20,7 @@ from autopar.frontend.build_graph import by_kernel, graph_as_written, saving_in_
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import Platform
-from autopar.intra_op.saved_values import LayerValues
+from autopar.intra_op.saved_values import LayerValues, SavedChoice
 from autopar.ir.graph import OpGraph, Role, read_by
 from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.traced_step import TracedStep
@@ -99,6 +99,7 @@ class StepWay:
         least_s: The least time of a step in it; inf: it is taken only where nothing else fits.
         saved_bytes: What the backward pass reads of the forward pass of the whole batch, over all devices.
         sends: Whether values wait for the backward pass in the memory of the hosts.
+        kept_bytes: Of the `saved_bytes` those of scans over layers that were chosen by value; None: none were.
         notes: Those of a plan in which it was chosen.
     """
 
@@ -107,6 +108,7 @@ class StepWay:
     least_s: float = 0.0
     saved_bytes: float = 0.0
     sends: bool = False
+    kept_bytes: float | None = None
     notes: tuple[str, ...] = ()
 
     def of(self, request: PlanRequest) -> PlanRequest:
@@ -206,11 +208,10 @@ class StepWays:
         plain = whole_graph(self.step(way), self.rules, self.graphs).graph
         if offloaded_by_policy(plain):
             return
-        texts: dict[str, tuple[str, ...]] = (
-            {Recompute.NOTHING.value: ()} if any(op.recomputes for op in plain.ops()) else {}
-        )
-        texts |= {choice.text: choice.largest for choice in LayerValues.of_scans(plain, self.cluster).choices()}
-        others = [self._saving(text, largest, way) for text, largest in texts.items()]
+        recomputes = any(op.recomputes for op in plain.ops())
+        nothing = [SavedChoice(text=Recompute.NOTHING.value)] if recomputes else []
+        choices = {choice.text: choice for choice in (*nothing, *self.layer_values(way).choices())}
+        others = [self._saving(choice, way) for choice in choices.values()]
         least_bytes = {True: math.inf, False: math.inf}  # of those with values in the memory of the hosts, and without
         for other in sorted(others, key=lambda other: (other.least_s, other.saved_bytes)):
             # What takes longer than another and saves as much is left out.
@@ -218,9 +219,24 @@ class StepWays:
                 yield other
             least_bytes[other.sends] = min(least_bytes[other.sends], other.saved_bytes)
 
-    def _saving(self, text: str, largest: Sequence[str], way: StepWay) -> StepWay:
+    def layer_values(self, way: StepWay) -> LayerValues:
+        step = self.step(way)
+        plain = whole_graph(step, self.rules, self.graphs).graph
+        return self.graphs.of(step, ("layer values", self.cluster), lambda: LayerValues.of_scans(plain, self.cluster))
+
+    def within(self, near: StepWay, most_bytes: float) -> StepWay | None:
+        """The fastest way that saves so many bytes at most, like one by value that saves fewer; None where it is that."""
+        assert near.kept_bytes is not None, "a way by value"
+        way = next(way for way in self.of_attention() if way.attention is near.attention)
+        kept_bytes = near.kept_bytes + most_bytes - near.saved_bytes
+        choice = self.layer_values(way).choice_within(kept_bytes, sends=near.sends)
+        return self._saving(choice, way) if choice.text != near.scan_recompute else None
+
+    def _saving(self, choice: SavedChoice, way: StepWay) -> StepWay:
         """A way with this in the place of what it saves. What is sent to the hosts must be worth it, as kernels are."""
-        other = self.measured(dataclasses.replace(way, scan_recompute=text))
+        text, largest = choice.text, choice.largest
+        kept_bytes = choice.kept_bytes if text != Recompute.NOTHING.value else None
+        other = self.measured(dataclasses.replace(way, scan_recompute=text, kept_bytes=kept_bytes))
         graph = whole_graph(self.step(other), self.rules, self.graphs).graph
         change_s, in_host_bytes = other.least_s - way.least_s, bytes_saved(graph, in_host=True)
         change = f"{text_of_s(abs(change_s))} {'more' if change_s > 0 else 'less'} of a step than as the code has it"

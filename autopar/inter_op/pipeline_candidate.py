@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from autopar.frontend.recompute_in_scans import Recompute
 from autopar.inter_op.decide_stages import Round, StageChoice
 from autopar.inter_op.staged import StagedStep
 from autopar.plan.context import Rejection
@@ -107,7 +108,11 @@ class PipelineCandidate:
 
 
 def record_of(made: PipelineEstimate | PipelineCandidate, source: str) -> CandidateRecord:
-    return CandidateRecord(source=source, text=made.text, step_time_s=made.step_time_s, peak_bytes=made.peak_bytes)
+    is_as_written = len(made.choice.first_layers) == 1 and {*made.choice.policies} == {Recompute.NOTHING.value}
+    return CandidateRecord(
+        source=source, text=made.text, step_time_s=made.step_time_s, peak_bytes=made.peak_bytes,
+        num_microbatches=made.num_microbatches if is_as_written else None,
+    )  # fmt: skip
 
 
 def text_of(num_microbatches: int, choice: StageChoice, name: str) -> str:

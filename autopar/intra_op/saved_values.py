@@ -180,6 +180,13 @@ class LayerValues:
         for most_sent_bytes in self.sent_bytes():
             yield from map(program.choice, program.in_shares(most_sent_bytes, SHARES))
 
+    def choice_within(self, most_bytes: float, *, sends: bool) -> SavedChoice:
+        """What to save in so many bytes at most, which are enough for some choice; where it `sends`, with some of it in
+        the memory of the hosts.
+        """
+        program = SavingProgram(self)
+        return program.choice(program.within(most_bytes, self.sent_bytes()[sends]))
+
 
 class SavingProgram:
     """The integer program: a variable for each value that is kept, for each in the memory of the hosts, and for each
@@ -249,7 +256,12 @@ class SavingProgram:
         least = float(size @ self._solution(size, ((sent, 0.0),)))
         most = float(size @ self._solution(seconds, ((sent, 0.0),)))
         for share in shares:
-            yield self._solution(seconds, ((size, least + share * (most - least)), (sent, most_sent_bytes)))
+            yield self.within(least + share * (most - least), most_sent_bytes)
+
+    def within(self, most_bytes: float, most_sent_bytes: float) -> np.ndarray:
+        """The columns that are taken in the least time, with so many bytes kept, and sent, at most."""
+        seconds, size, sent, _ = np.array(self.costs).T
+        return self._solution(seconds, ((size, most_bytes), (sent, most_sent_bytes)))
 
     def frontier(self, most_sent_bytes: float, most: int) -> list[np.ndarray]:
         """The columns that are taken in choices that are best for some price of a byte, and in the bytes midway between

@@ -184,7 +184,8 @@ class CandidateRecord:
 
     `source`: of candidates; `text`: the way in short, empty where the whole source has none; `step_time_s` and
     `peak_bytes`: None where they are not known. Of a program: its mesh, the name of its constraints if it has any, and
-    the roles of its mesh axes, none where that was not worked out.
+    the roles of its mesh axes, none where that was not worked out. `num_microbatches`: of one stage that computes again
+    only what the step itself does.
     """
 
     source: str
@@ -192,6 +193,7 @@ class CandidateRecord:
     why: str = ""
     step_time_s: float | None = None
     peak_bytes: int | None = None
+    num_microbatches: int | None = None
     axis_sizes: tuple[int, ...] = ()
     name: str = ""
     axis_roles: tuple[str, ...] = ()

@@ -204,7 +204,7 @@ def made_up(step_time_s, *, peak_bytes=50, trial_bytes=200, trial_s=1.0, microba
     predicted = types.SimpleNamespace(step_time_s=step_time_s, peak_bytes=(peak_bytes,), memory=(memory,))
     pipeline = types.SimpleNamespace(num_microbatches=microbatches, stages=(1,)) if microbatches > 1 else None
     record = types.SimpleNamespace(
-        pipeline=pipeline, tried=(trial,), memory_limit_bytes=100, notes=(), predicted=predicted
+        pipeline=pipeline, tried=(trial,), weighed=(), memory_limit_bytes=100, notes=(), predicted=predicted
     )
     cluster = types.SimpleNamespace(num_devices=1)
     return types.SimpleNamespace(record=record, predicted=predicted, cluster=cluster)
