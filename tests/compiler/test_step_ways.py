@@ -323,6 +323,32 @@ def test_what_saves_less_by_as_much_as_another_is_over_the_limit_is_not_left_out
     assert asked == [("0", True), ("3", True), ("1", False), *others]
 
 
+@pytest.mark.parametrize(("trial_bytes", "asked_bytes"), [(140, 110), (120, 130), (218, None)])
+def test_a_choice_by_value_is_made_for_the_memory_of_a_program_that_is_known(trial_bytes, asked_bytes):
+    # A program of 150 saved bytes takes 40, 20 or 118 bytes more than there are; that of 30 saved bytes is slow.
+    more, less = (
+        StepWay(attention=Attention.KERNEL, scan_recompute=str(n), least_s=s, saved_bytes=n, kept_bytes=n - 10.0)
+        for n, s in ((150, 1.0), (30, 1.9))
+    )
+    made, asked = dataclasses.replace(less, scan_recompute="made", least_s=1.2, saved_bytes=100, kept_bytes=90.0), []
+
+    def within(near, most_bytes):
+        asked.append((near, most_bytes))
+        return made if near is less else None
+
+    def plans_with(request):
+        if request.scan_recompute == "made":
+            return (made_up(1.3, trial_bytes=50),)
+        return (made_up(1.9, trial_bytes=trial_bytes, trial_s=1.0),)
+
+    (plan,) = plans_in_memory(PlanRequest(), [more, less], plans_with, 1, within=within)
+    if asked_bytes is None:  # 32 bytes would take 1.885 s, not 1 % less than the plan
+        assert (asked, plan.predicted.step_time_s) == ([], 1.9)
+    else:
+        assert asked[0] == (less, pytest.approx(asked_bytes))
+        assert plan.predicted.step_time_s == 1.3
+
+
 def test_one_program_is_tried_first_and_then_what_is_faster_in_micro_batches():
     first, *_, leanest = SAVING
     asked = []

@@ -119,6 +119,18 @@ def test_fewer_bytes_save_less():
     assert all(c.text.endswith("host") for c in choices)  # virtual CPU devices keep all in one memory
 
 
+def test_a_choice_for_so_many_bytes_is_as_fast_as_any_in_them():
+    layers = layers_of(two_products)
+    choices = list(every_choice(layers))
+    for most_bytes in {kept for _, kept, sent in choices if not sent}:
+        taken = SavingProgram(layers).within(most_bytes, 0.0)
+        seconds_of, bytes_of, _, _ = np.array(SavingProgram(layers).costs).T
+        assert bytes_of @ taken <= most_bytes
+        fastest_s = min(s for s, kept, sent in choices if kept <= most_bytes and not sent)
+        assert seconds_of @ taken == pytest.approx(fastest_s, rel=2e-3)
+        assert layers.choice_within(most_bytes, sends=False).kept_bytes == pytest.approx(bytes_of @ taken)
+
+
 def first_product(form):
     """The name of the layer, and the place of that result in it."""
     (layer,) = layers_of(form).layers
