@@ -33,8 +33,9 @@ def plans_in_memory(
 ) -> Plans:
     """The plans of a step in the first of `ways`, or in another that is faster as the memory is.
 
-    `plans_with` makes the plans of a request. `within`: as `StepWays.within`. `in_stages`: none is one program, which has the whole batch's values at
-    once. Stages in enough micro-batches hold little of them, so that the fastest way comes first.
+    `plans_with` makes the plans of a request. `within`: as `StepWays.within`. `in_stages`: none is one program, which
+    has the whole batch's values at once. Stages in enough micro-batches hold little of them, so that the fastest way
+    comes first.
 
     Raises: as `plans_with`; MemoryLimitError where none fits, that of the way that needs least.
     """
@@ -304,8 +305,8 @@ class _Search:
         return found
 
     def added_s(self, program: KnownProgram, way: StepWay) -> float:
-        """Seconds of a step in a program beyond the least of its way; of one that was not timed the fewest of those that
-        were, with as much of the batch on a device.
+        """Seconds of a step in a program beyond the least of its way; of one that was not timed the fewest of those
+        that were, with as much of the batch on a device.
         """
         alike = [(program, way)]
         if program.step_s is None:

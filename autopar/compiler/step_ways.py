@@ -225,7 +225,7 @@ class StepWays:
         return self.graphs.of(step, ("layer values", self.cluster), lambda: LayerValues.of_scans(plain, self.cluster))
 
     def within(self, near: StepWay, most_bytes: float) -> StepWay | None:
-        """The fastest way that saves so many bytes at most, like one by value that saves fewer; None where it is that."""
+        """The fastest way that saves so many bytes at most, like one by value that saves fewer; None: it is that."""
         assert near.kept_bytes is not None, "a way by value"
         way = next(way for way in self.of_attention() if way.attention is near.attention)
         kept_bytes = near.kept_bytes + most_bytes - near.saved_bytes
