@@ -54,8 +54,9 @@ def parallelize(
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
         search: The wishes for a plan and the effort of the search, as `autopar.Search(num_microbatches=8)`.
-        batch_argnums: The arguments whose leaves hold examples, by default argument 1; where that is or holds an NNX
-            object, all arguments with arrays after the last object.
+        batch_argnums: The arguments whose leaves hold examples. By default the first one after argument 0 that has
+            arrays, which keys of random numbers are not, and those after it with as many rows in each array; behind
+            several NNX objects, all arguments with arrays after the last one.
         donate_argnums: The arguments that the step replaces, by default argument 0; their memory is reused for the
             results that replace them. Where there are NNX objects, the default is those that the step changes.
         static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.

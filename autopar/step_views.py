@@ -9,7 +9,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autopar.calls import nnx_objects
-from autopar.calls.call_arguments import DEFAULT_ARGNUMS
 from autopar.calls.plan_sources import PlanningProblem, check_leaves_plan_open
 from autopar.calls.search import FollowedStep, Search
 from autopar.errors import UnsupportedError, expect_type
@@ -143,7 +142,7 @@ def peak_on_other_batch(step: Step, args: Sequence[Any], others: Sequence[Any]) 
 
 def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
     """The numbers of the arguments that hold examples."""
-    return tuple(nnx_objects.batch_argnums(args, step._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"]))
+    return step._arguments.batch_argnums(args)
 
 
 def batch_axes_of(step: Step, args: Sequence[Any]) -> dict[int, list[int | None]]:

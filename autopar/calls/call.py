@@ -8,6 +8,7 @@ which `jax.jit` has another program. It must never get a deleted array, or a don
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import operator
 import re
@@ -19,14 +20,14 @@ from typing import Any
 import jax
 
 from autopar.calls import nnx_objects
-from autopar.calls.call_arguments import DEFAULT_ARGNUMS, CallArguments, WarnOnce
+from autopar.calls.call_arguments import CallArguments, WarnOnce
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.step_leaves import share_memory
 from autopar.frontend.callbacks import with_callbacks_as_results
 from autopar.frontend.static_leaves import RawLeaves, StaticLeaf, static_leaves
-from autopar.frontend.tracing import is_weak, tie_state, trace
+from autopar.frontend.tracing import is_weak, returns_gradients, tie_state, trace
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Trees
 
@@ -47,11 +48,11 @@ def _sentence(traced: TracedStep, name: str, argument: int) -> str:
     leaves_by_path = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
     changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
     difference = _difference(name, argument, leaves_by_path, traced)
-    text = f"argument {name!r} is donated, but no result replaces it: {difference}."
+    text = f"nothing of argument {name!r} is donated, as no result replaces it: {difference}."
     if changed:
         text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
     return text + (
-        " Nothing of it is donated. Return the new value with the tree, shapes and dtypes of the old one, or say "
+        " Return the new value with the tree, shapes and dtypes of the old one, or say "
         "donate_argnums=() for a step that only reads it"
     )
 
@@ -140,8 +141,14 @@ def trace_call(
         donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
         for sentence in nnx_objects.idle_optimizers(traced, dynamic, names):
             warn(sentence)
-    elif arguments.has_default_batch:
-        _check_default_roles(traced, dynamic, names, arguments)
+    elif arguments.donates_by_default and returns_gradients(traced):
+        warn(
+            f"nothing of argument {names[donate[0]]!r} is donated: the step returns its gradients, not a new value. "
+            "donate_argnums=(0,) donates it"
+        )
+        traced, donate = dataclasses.replace(traced, tied={}, donated=frozenset()), ()
+    elif arguments.has_default_batch and batch:
+        _check_default_roles(traced, dynamic, names, batch[0], arguments)
     for sentence in untied_arguments(traced, names, donate):
         warn(sentence)
     if arguments.cuts_steps:
@@ -156,29 +163,32 @@ def trace_call(
 
 
 def _check_default_roles(
-    traced: TracedStep, dynamic: Sequence[Any], names: Sequence[str], arguments: CallArguments
+    traced: TracedStep, dynamic: Sequence[Any], names: Sequence[str], batch: int, arguments: CallArguments
 ) -> None:
-    """Raises: InvalidArgumentError where argument 1, which no option names, is state: the step returns its new value,
-    and its leaves have no number of examples in common. As examples it would be split, and the batch would not.
+    """Raises: InvalidArgumentError where the argument that is taken for the batch, and that no option names, is state:
+    the step returns its new value, and its leaves have no number of examples in common. As examples it would be split,
+    and the batch would not.
     """
     tied = tie_state(dynamic, range(len(dynamic)), traced.out_tree, traced.in_avals, traced.out_avals)
     returned = {traced.argument_of[leaf] for leaf in tied}
     sizes: dict[int, dict[Any, None]] = {}  # by argument, the first ones of the shapes of its leaves
     for leaf, of in zip(traced.in_avals, traced.argument_of, strict=True):
         sizes.setdefault(of, {}).update(dict.fromkeys(leaf.shape[:1]))
-    has_examples = len(sizes.get(1, ())) <= 1
+    has_examples = len(sizes.get(batch, ())) <= 1
     others = [i for i in sorted(sizes) if i not in returned and sizes[i]]
     examples = next((n for i in others for n in sizes[i]), None)
     others = [i for i in others if examples in sizes[i]]  # a key for random numbers has no examples
-    if 1 not in returned or has_examples or not others:
+    if batch not in returned or has_examples or not others:
         return
     name = arguments.step_name
-    batch, donate = (f"({', '.join(map(str, found))}{',' * (len(found) == 1)})" for found in (others, sorted(returned)))
+    with_examples, donate = (
+        f"({', '.join(map(str, found))}{',' * (len(found) == 1)})" for found in (others, sorted(returned))
+    )
     raise InvalidArgumentError(
-        where=f"{name}, batch_argnums={DEFAULT_ARGNUMS['batch_argnums']}, the default",
-        expected="examples in argument 1",
-        got=f"{names[1]!r}, which is state: the step returns it anew",
-        hint=f"name the roles: autopar.parallelize({name}, batch_argnums={batch}, donate_argnums={donate})",
+        where=f"{name}, batch_argnums=({batch},), the default",
+        expected=f"examples in argument {batch}",
+        got=f"{names[batch]!r}, which is state: the step returns it anew",
+        hint=f"name the roles: autopar.parallelize({name}, batch_argnums={with_examples}, donate_argnums={donate})",
     )
 
 

@@ -155,7 +155,13 @@ class WarnOnce:
             logger.warning("%s: %s", self._step_name, sentence)
 
 
-DEFAULT_ARGNUMS = {"batch_argnums": (1,), "donate_argnums": (0,), "static_argnums": ()}
+class Unnamed(tuple[int, ...]):
+    """Numbers of arguments that no option names: the same numbers mean no more than that where they are named."""
+
+    __slots__ = ()
+
+
+DEFAULT_ARGNUMS = {"batch_argnums": Unnamed((1,)), "donate_argnums": Unnamed((0,)), "static_argnums": Unnamed()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +206,7 @@ class StepOptions:
         numbers: dict[str, Any] = {}
         for kind in ("batch", "donate", "static"):
             names, argnums = getattr(self, f"{kind}_argnames"), getattr(self, f"{kind}_argnums")
-            are_given = argnums != DEFAULT_ARGNUMS[f"{kind}_argnums"]
+            are_given = not isinstance(argnums, Unnamed)
             if any(number < 0 for number in argnums):
                 argnums = tuple(map(signature.from_first, argnums))
                 numbers[f"{kind}_argnums"] = argnums
@@ -254,14 +260,33 @@ class CallArguments:
 
     def batch_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the dynamic arguments that hold examples."""
-        numbers = nnx_objects.batch_argnums(args, self._options.batch_argnums, DEFAULT_ARGNUMS["batch_argnums"])
-        return self._dynamic_numbers(numbers, len(args))
+        return self._dynamic_numbers(self.batch_argnums(args), len(args))
+
+    def batch_argnums(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The numbers of the arguments that hold examples: as the options say; by default the first one with arrays
+        from argument 1 on, or behind the last NNX object, and those after it with as many rows in each array. Behind
+        objects all that have arrays. Keys of random numbers and single numbers are no examples.
+        """
+        numbers, objects = self._options.batch_argnums, nnx_objects.numbers_of_objects(args)
+        if not isinstance(numbers, Unnamed):
+            return numbers
+        begins = max((0, *(i + 1 for i in objects)))
+        candidates = [i for i in range(max(begins, *numbers), len(args)) if i not in self._options.static_argnums]
+        rows = {i: _rows(args[i]) for i in candidates}
+        holding = [i for i in candidates if rows[i]]
+        if begins > max(numbers):
+            return tuple(holding)
+        if not holding:
+            return numbers
+        first, *others = holding
+        if len(rows[first]) > 1 or self._options.batch_axis is not None:
+            return (first,)
+        return (first, *(i for i in others if rows[i] == rows[first]))
 
     @property
     def has_default_batch(self) -> bool:
         """Whether the numbers of the arguments with examples are the default ones, counted without static arguments."""
-        options = self._options
-        return options.batch_argnums == DEFAULT_ARGNUMS["batch_argnums"] and not options.static_argnums
+        return isinstance(self._options.batch_argnums, Unnamed) and not self._options.static_argnums
 
     def example_dims(self, args: Sequence[Any]) -> dict[int, int | None] | None:
         """By leaf of the dynamic arguments, the dimension that counts examples, None of one without; None where the
@@ -319,9 +344,16 @@ class CallArguments:
 
     def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the donated dynamic arguments; none where the step follows one made of another function."""
-        numbers = nnx_objects.donate_argnums(args, self._options.donate_argnums, DEFAULT_ARGNUMS["donate_argnums"])
+        numbers = self._options.donate_argnums
+        if isinstance(numbers, Unnamed):
+            numbers = nnx_objects.numbers_of_objects(args) or numbers
         follow = self._options.follow
         return self._dynamic_numbers(numbers if follow is None or follow.donates else (), len(args))
+
+    @property
+    def donates_by_default(self) -> bool:
+        """Whether no option says what is donated."""
+        return isinstance(self._options.donate_argnums, Unnamed)
 
     def _dynamic_numbers(self, argnums: Sequence[int], num_args: int) -> tuple[int, ...]:
         dynamic = self._not_static(range(num_args))
@@ -348,7 +380,7 @@ class CallArguments:
         for option in ("batch_argnums", "donate_argnums", "static_argnums"):
             numbers = getattr(self._options, option)
             outside = [i for i in numbers if not 0 <= i < self._signature.most(num_args)]
-            if outside and numbers != DEFAULT_ARGNUMS.get(option):
+            if outside and not isinstance(numbers, Unnamed):
                 raise InvalidArgumentError(
                     where=f"{self.step_name}, {option}={numbers}",
                     expected=f"numbers of its {num_args} arguments, from 0",
@@ -384,6 +416,18 @@ class CallArguments:
                     got=f"a shape, {leaf}",
                     hint="pass the state and the batch themselves; autopar.plan and step.plan take shapes",
                 )
+
+
+def _rows(argument: Any) -> set[int]:
+    """The sizes of the first dimension of the arrays of an argument; none of a key of random numbers."""
+    shapes = [
+        (np.shape(leaf), getattr(leaf, "dtype", None))
+        for leaf in jax.tree.leaves(argument)
+        if not jax_compat.is_key_dtype(getattr(leaf, "dtype", None))
+    ]
+    if shapes == [((2,), np.dtype(np.uint32))]:  # a raw key, as jax.random.PRNGKey makes it
+        return set()
+    return {shape[0] for shape, _ in shapes if shape}
 
 
 def _with_types(value: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.common import jax_compat
 from autopar.errors import UnsupportedError
 from autopar.frontend.tracing import tie_state
 from autopar.ir.traced_step import TracedStep
@@ -203,25 +202,9 @@ def _refers_outside(tree: Any) -> bool:
     }
 
 
-def batch_argnums(args: Sequence[Any], requested: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
-    """The arguments with examples: those requested, or, where the default falls on an object, all arguments with
-    arrays behind the last object, except keys of random numbers and single numbers.
-    """
-    objects = [i for i, arg in enumerate(args) if is_split(arg)]
-    if tuple(requested) != tuple(default) or not set(requested) & set(objects):
-        return tuple(requested)
-
-    def carries(leaf: Any) -> bool:
-        return bool(getattr(leaf, "shape", ())) and not jax_compat.is_key_dtype(leaf.dtype)
-
-    behind = range(objects[-1] + 1, len(args))
-    return tuple(i for i in behind if any(map(carries, jax.tree.leaves(args[i]))))
-
-
-def donate_argnums(args: Sequence[Any], requested: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
-    """The donated arguments: those requested, by default all objects where there are any."""
-    objects = tuple(i for i, arg in enumerate(args) if is_split(arg))
-    return objects if objects and tuple(requested) == tuple(default) else tuple(requested)
+def numbers_of_objects(args: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the arguments that are or hold objects, which a step changes."""
+    return tuple(i for i, arg in enumerate(args) if is_split(arg))
 
 
 def tie_objects(traced: TracedStep, args: Sequence[Any], donate: Sequence[int]) -> TracedStep:

@@ -271,3 +271,45 @@ def test_static_arguments_that_are_equal_and_of_other_types_are_steps_of_their_o
         for seen, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert seen.dtype == wanted.dtype
             np.testing.assert_allclose(seen, wanted)
+
+
+def noisy_loss(state, noise, batch):
+    return mlp_loss(state, batch) + jnp.mean(noise)
+
+
+def stepped(state, key, rate, x, y):
+    noise = jax.random.normal(key, (3,)) if key is not None else 0.0
+    loss, grads = jax.value_and_grad(noisy_loss)(state, noise, {"x": x, "y": y})
+    return jax.tree.map(lambda p, g: p - rate * g, state, grads), loss
+
+
+def distilled(state, batch, teacher):
+    targets = batch["x"] @ teacher["first"] @ teacher["second"]
+    loss, grads = jax.value_and_grad(lambda s: jnp.mean((batch["x"] @ s["first"] @ s["second"] - targets) ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0), None], ids=["typed", "raw", "none"])
+def test_the_batch_is_by_default_the_first_argument_with_arrays_and_what_has_as_many_rows(key):
+    state, batch = new_mlp_state(), mlp_batch()
+    step = made(stepped)
+    arguments = state, key, 0.1, batch["x"], batch["y"]
+    kinds = {argument.path: argument.kind for argument in step.plan(*arguments).record.arguments}
+    assert {path for path, kind in kinds.items() if kind == "batch"} == {"x", "y"}
+    expected = jax.jit(stepped)(*arguments)
+    for a, b in zip(jax.tree.leaves(step(*arguments)), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def test_parameters_beside_the_batch_are_no_examples():
+    step, state = made(distilled), new_mlp_state()
+    plan = step.plan(state, mlp_batch(), new_mlp_state())
+    assert {argument.path.split("[")[0] for argument in plan.record.arguments if argument.kind == "batch"} == {"batch"}
+
+
+def test_a_shorter_last_batch_in_two_arguments_keeps_the_plan(caplog):
+    step, batch = made(stepped), mlp_batch()
+    state, _ = step(new_mlp_state(), None, 0.1, batch["x"], batch["y"])
+    with caplog.at_level("INFO", "autopar"):
+        step(state, None, 0.1, batch["x"][:4], batch["y"][:4])
+    assert "planning again" not in caplog.text

@@ -43,7 +43,7 @@ def another_kind(state, batch):
 
 
 SAID = {
-    only_the_loss: ["argument 'state' is donated", "returns nothing that is like it", "donate_argnums=()"],
+    only_the_loss: ["nothing of argument 'state' is donated", "returns nothing that is like it", "donate_argnums=()"],
     in_place: ["state['first'] in place, which is lost, as under jax.jit: return it"],
     another_dtype: ["state['second'] is float32[64, 16], and result[0]['second'] is bfloat16[64, 16]"],
     a_leaf_more: ["result[0]['count'] is not in state"],
@@ -70,6 +70,56 @@ def test_a_donated_argument_that_no_result_replaces_is_named_once(function, capl
             assert_close(
                 np.asarray(a, np.float32), np.asarray(b, np.float32), 1e-2 if b.dtype == jnp.bfloat16 else 1e-5
             )
+
+
+def deep_loss(state, batch):
+    """A loss whose layers are scanned and checkpointed, with a penalty on the parameters."""
+    layers = jnp.stack([jnp.outer(state["bias"], state["bias"]), jnp.eye(64)])
+    x = batch["x"] @ state["first"]
+    x, _ = jax.lax.scan(jax.checkpoint(lambda x, p: (jnp.tanh(x @ p), None)), x, layers)
+    return mlp_loss(state, batch) + jnp.mean(x**2) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("gradient", [jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize("loss", [mlp_loss, jax.jit(mlp_loss), deep_loss])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jitted"])
+def test_gradients_do_not_replace_the_parameters(gradient, loss, wrap, caplog):
+    state = new_mlp_state()
+    with caplog.at_level(logging.WARNING, "autopar"):
+        found = made(wrap(gradient(loss)))(state, mlp_batch())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(loss)(state, mlp_batch())), strict=True):
+        assert_close(np.asarray(a), np.asarray(b), 1e-5)  # the state is there
+    assert [r.message for r in caplog.records if "returns its gradients" in r.message]
+
+
+def guarded(state, batch):
+    loss, grads = jax.value_and_grad(mlp_loss)(state, batch)
+    new = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+    return jax.lax.cond(jnp.isfinite(loss), lambda: new, lambda: state), loss
+
+
+def several_updates(state, batch):
+    return jax.lax.scan(lambda state, _: mlp_step(state, batch), state, length=2)
+
+
+def averaged(state, batch):
+    return jax.tree.map(lambda p: 0.9 * p, state)
+
+
+@pytest.mark.parametrize("function", [mlp_step, jax.jit(mlp_step), guarded, several_updates, averaged])
+def test_what_is_no_gradient_replaces_the_state(function):
+    step = made(function)
+    result = step(new_mlp_state(), mlp_batch())
+    state = result if isinstance(result, dict) else result[0]
+    step(state, mlp_batch())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_gradients_are_donated_to_where_the_caller_says_so():
+    step = made(jax.grad(mlp_loss), donate_argnums=[0])
+    state = step(new_mlp_state(), mlp_batch())
+    step(state, mlp_batch())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("options", [{"donate_argnums": ()}, {}], ids=["not donated", "replaced"])
