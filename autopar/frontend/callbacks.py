@@ -113,7 +113,7 @@ def refuse_callbacks(jaxpr: Any, name: str) -> None:
         raise UnsupportedError(
             where=f"{name}, {eqn.primitive.name} at {jax_compat.source_line(eqn)}",
             expected="a step without callbacks, where it is cut into micro-batches or stages",
-            got="one that would be called once for each micro-batch, with a part of the examples",
+            got="a callback, which would be called once for each micro-batch, with a part of the examples",
             hint="run the step as one program (without stages and num_microbatches), or return what the callback shows;"
             " where stages or micro-batches are asked for, jax.debug.print and jax.debug.callback may stand outside of "
             "loops and jax.checkpoint",

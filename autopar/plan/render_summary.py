@@ -129,7 +129,7 @@ def _notes(page: _Page, notes: Sequence[str], room: int) -> list[str]:
         behind = len(shown) - i - 1 + (len(notes) > NOTES_SHOWN)  # at least a line for each of the others
         left = max(room - len(lines) - behind, NOTE_LINES) if page.columns >= COLUMNS else len(note)
         lines += page.wrapped(f"note: {note}", left, style="dim", placeholder=" ... (whole: plan.table())")
-    return lines + _rest(len(notes) - len(shown), "notes: plan.table()")
+    return lines + _rest(len(notes) - len(shown), "note", ": plan.table()")
 
 
 def _numbers(record: PlanRecord) -> str:
@@ -168,7 +168,7 @@ def _stages(page: _Page, groups: Sequence[StageGroup]) -> list[str]:
             )
         )
     lines = page.table(("stage", "layers", "mesh", "recomputes", "forward + backward", "in flight", "peak"), rows)
-    return [*lines, *_rest(len(groups) - len(rows), "groups of stages")]
+    return [*lines, *_rest(len(groups) - len(rows), "group", " of stages")]
 
 
 def _collectives(page: _Page, record: PlanRecord) -> list[str]:
@@ -214,15 +214,15 @@ def _state(page: _Page, groups: Sequence[StateGroup], splits_batch: bool) -> lis
     ]
     lines = page.table_with_names(("arguments, with those alike", "kind", "n", "shape", "layout", "a device"), rows, 0)
     rest = sum(g.device_bytes for g in groups if g not in shown)
-    lines += _rest(len(groups) - len(rows), f"groups of arguments, {text_of_bytes(rest)}")
+    lines += _rest(len(groups) - len(rows), "group", f" of arguments, {text_of_bytes(rest)}")
     whole = [summary.path_of(g.name) for g in shown if g.kind == BATCH and g.shards == 1 and splits_batch]
     if whole:
         lines += page.wrapped(f"{' and '.join(whole)}: whole on every device, of which each takes its own part.", 1)
     return lines
 
 
-def _rest(number: int, what: str) -> list[str]:
-    return [f"and {number} more {what}"] if number > 0 else []
+def _rest(number: int, noun: str, of_what: str) -> list[str]:
+    return [f"and {number} more {noun}{'s' * (number > 1)}{of_what}"] if number > 0 else []
 
 
 def _shortened(name: str, columns: int) -> str:

@@ -12,7 +12,7 @@ from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.hardware.cluster import Cluster
 from autopar.plan import summary
 from autopar.plan.modules import ALL_OF_STEP, module_costs, within
-from autopar.plan.schema import CandidateRecord, MemoryKind, PlanRecord
+from autopar.plan.schema import CandidateRecord, PlanRecord
 
 BASELINES = "baselines"  # the source of candidates whose names are those of recipes
 DATA_PARALLEL = "data parallelism"
@@ -22,7 +22,6 @@ MEGATRON_GROUP = 8
 
 # Of the step: a module that takes less does not stand out. Of the memory: what is left free is no room for a batch.
 MUCH_OF_STEP, MUCH_FREE = 0.3, 0.5
-_STATE = (MemoryKind.PARAMETER, MemoryKind.OPTIMIZER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,17 +201,10 @@ def _largest_module(record: PlanRecord) -> str:
 
 
 def _free_memory(record: PlanRecord) -> str:
-    """How much memory is free, and how many times the batch fits for certain: all but the state grows at most as it."""
+    """How much memory is free. What batch it is enough for is not told: some values grow with its square."""
     full = summary.fullest(record)
     if full.limit_bytes is None or full.peak_bytes > (1 - MUCH_FREE) * full.limit_bytes:
         return ""
     free = f"{text_of_part(1 - full.peak_bytes / full.limit_bytes)} of the memory is free"
-    throughout = record.predicted.memory[full.number].throughout
-    state_bytes = sum(throughout.get(kind, 0) for kind in _STATE)
-    growing_bytes = full.peak_bytes - state_bytes
-    times = int((full.limit_bytes - state_bytes) / growing_bytes) if growing_bytes > 0 else 0
-    if times < 2 or not any(value.kind == "batch" for value in record.arguments):
-        return free
-    return (
-        f"{free}, room for {times:,} times the batch or more in the same layouts (autopar.fit: what larger ones gain)"
-    )
+    has_batch = any(value.kind == "batch" for value in record.arguments)
+    return f"{free} (autopar.fit: the largest batch that fits, and what it gains)" if has_batch else free

@@ -134,6 +134,12 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
     assert found.plans[cluster].predicted == own.predicted
 
 
+def test_where_more_examples_are_not_tried_the_largest_batch_is_at_least_so_large(monkeypatch):
+    monkeypatch.setattr("autopar.fitting.MOST_EXAMPLES", 64)
+    found = autopar.fit(mlp_step, MLP_STATE, MLP_BATCH, clusters=["dgx-h100"])
+    assert "dgx-h100: the largest batch that fits is at least 64 (of multiples of" in str(found)
+
+
 @pytest.mark.parametrize(
     ("recipe", "examples"), [(recipes.data_parallel(), 192), (recipes.pipeline(2, num_microbatches=2), 64)]
 )

@@ -66,7 +66,7 @@ def test_the_sentence_on_the_screen_ends():
 def test_notes_on_the_screen_are_whole_where_there_is_room():
     notes = ("BatchNorm_0 at a line of a file: " * 5, "another", "and a third")
     text = str(autopar.Plan(dataclasses.replace(program(), notes=notes))).replace("\n", " ")
-    assert f"note: {notes[0].strip()} note: another and 1 more notes: plan.table()" in text
+    assert f"note: {notes[0].strip()} note: another and 1 more note: plan.table()" in text
 
 
 def test_the_parts_of_a_step_add_up_to_it():
