@@ -264,7 +264,7 @@ class CallArguments:
 
     def batch_argnums(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the arguments that hold examples: as the options say; by default the first one with arrays
-        from argument 1 on, or behind the last NNX object, and those after it with as many rows in each array. Behind
+        after argument 0 and the last NNX object, and those after it with as many rows in each array; behind several
         objects all that have arrays. Keys of random numbers and single numbers are no examples.
         """
         numbers, objects = self._options.batch_argnums, nnx_objects.numbers_of_objects(args)
