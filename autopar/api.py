@@ -108,6 +108,8 @@ def _check_known(unknown: Mapping[str, Any]) -> None:
         expected = "the options " + ", ".join(known)
         if name in SEARCH_FIELDS:
             expected = f"search=autopar.Search({name}={value!r:.40})"
+        elif name in ("in_shardings", "out_shardings"):
+            expected = "layouts that the search keeps as plan=autopar.constrain(...): docs/from-pjit.md"
         elif name == "follow":
             expected = f"plan={value!r:.40}: a step to follow, a recipe or a plan"
         raise InvalidArgumentError(

@@ -532,3 +532,17 @@ def test_a_search_keeps_no_mapping_of_the_caller():
     assert search == autopar.Search(compiler_options={"a": True, "b": 1})
     assert hash(search) == hash(autopar.Search(compiler_options={"a": True, "b": 1}))
     assert search.updated(autopar.Search(effort="quick")).compiler_options == search.compiler_options
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        ("num_microbatches", r"search=autopar\.Search\(num_microbatches=4\)"),
+        ("follow", "plan=4: a step to follow, a recipe or a plan"),
+        ("in_shardings", r"plan=autopar\.constrain\(\.\.\.\): docs/from-pjit\.md"),
+        ("devices", "the options plan, cluster, search"),
+    ],
+)
+def test_an_option_that_there_is_not_is_told_its_place(option, place):
+    with pytest.raises(errors.InvalidArgumentError, match=place):
+        autopar.parallelize(mlp_step, **{option: 4})
