@@ -50,6 +50,7 @@ from autopar.common import jax_compat
 from autopar.common.text import text_of_bytes, text_of_part, text_of_s
 from autopar.errors import UnsupportedError
 from autopar.ir.graph import Atom, Block, Constant, Dimension, Op, OpGraph, OpKind, walk
+from autopar.ir.primitives import ATTENTION_PASSES
 from autopar.ir.rewrite import Fresh, in_order, remove_dead, renumbered
 from autopar.ir.scan_pairs import JoinedBodies, closed, with_joined_scans
 from autopar.sharding.rules import equation_key
@@ -672,12 +673,17 @@ def _nbytes(graph: OpGraph, *ids: Any) -> int:
     return sum(graph.values[i].nbytes for i in ids)
 
 
-def chosen_note(kernel: Kernel, gain_s: float | None) -> str:
-    """The choice of a kernel, for `gain_s` of computing in a step, or, where that is none, for its memory."""
+def chosen_note(kernel: Kernel, gain_s: float | None, graph: OpGraph) -> str:
+    """The choice of a kernel, for `gain_s` of computing in a step, or, where that is none, for its memory; `graph` has
+    its passes.
+    """
     if gain_s is None:
         why = "as it is written, nothing was found that fits"
     elif gain_s > 0:
         why = f"computing takes {text_of_s(gain_s)} less of a step than by the operations as they are written"
     else:
         why = f"computing takes {text_of_s(-gain_s)} more of a step, which the memory that it saves is worth"
-    return f"attention runs by {kernel.value}, which keeps no scores: {why}; {_ROUNDING}"
+    passes = [op for op in graph.ops() if op.primitive in ATTENTION_PASSES]
+    rounds = any(graph.values[op.outputs[0]].itemsize <= 2 for op in passes)
+    rounding = f"; {_ROUNDING}" if rounds else ""
+    return f"attention runs by {kernel.value}, which keeps no scores: {why}{rounding}"

@@ -181,7 +181,8 @@ class StepWays:
             return (written,)
         in_blocks = dataclasses.replace(written, attention=Attention.BLOCKWISE)
         if self.cluster.device.platform is Platform.CPU:
-            notes = (chosen_note(Kernel.BLOCKS, None),)
+            graph = whole_graph(self.step(in_blocks), self.rules, self.graphs).graph
+            notes = (chosen_note(Kernel.BLOCKS, None, graph),)
             return written, dataclasses.replace(self.measured(in_blocks), least_s=math.inf, notes=notes)
         ways, library = [written], library_of(self.cluster.device)
         kernels = [*dict.fromkeys((library, Kernel.BLOCKS))]
@@ -192,7 +193,7 @@ class StepWays:
             if not any(op.primitive in ATTENTION_PASSES for op in views.graph.ops()):
                 continue  # the kernel takes none
             way = self.measured(way)
-            notes = (chosen_note(kernel, written.least_s - way.least_s),)
+            notes = (chosen_note(kernel, written.least_s - way.least_s, views.graph),)
             ways.append(dataclasses.replace(way, notes=notes))
             if kernel is not kernels[-1] and next(score_products(views.annotated), None) is None:
                 break  # nothing is left to blocks

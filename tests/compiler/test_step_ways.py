@@ -429,3 +429,10 @@ def test_a_way_says_that_it_was_chosen():
     (way,) = (dataclasses.replace(WAYS[0], notes=("chosen",)),)
     _, (found,) = tried({Attention.AS_WRITTEN: plan}, (way,))
     assert found.record.notes == (*plan.record.notes, "chosen")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rounding_in_16_bits_is_told_where_attention_has_them(dtype):
+    notes = planned(step_of(causal, dtype), "tpu-v5p:2x2x1").record.notes
+    (note,) = [note for note in notes if note.startswith("attention runs by")]
+    assert ("in 16 bits" in note) == (dtype == jnp.bfloat16)
