@@ -57,8 +57,9 @@ def parallelize(
         batch_argnums: The arguments whose leaves hold examples. By default the first one after argument 0 that has
             arrays, which keys of random numbers are not, and those after it with as many rows in each array; behind
             several NNX objects, all arguments with arrays after the last one.
-        donate_argnums: The arguments that the step replaces, by default argument 0; their memory is reused for the
-            results that replace them. Where there are NNX objects, the default is those that the step changes.
+        donate_argnums: The arguments that the step replaces; their memory is reused for the results that replace them.
+            By default argument 0, if a result is its old value changed, as gradients are not. Where there are NNX
+            objects, the default is those that the step changes.
         static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.
         batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
             two replace the defaults, or extend given argument numbers.

@@ -14,7 +14,7 @@ import operator
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,9 @@ from autopar.errors import InvalidArgumentError
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.step_leaves import share_memory
 from autopar.frontend.callbacks import with_callbacks_as_results
+from autopar.frontend.continued_state import continues
 from autopar.frontend.static_leaves import RawLeaves, StaticLeaf, static_leaves
-from autopar.frontend.tracing import is_weak, returns_gradients, tie_state, trace
+from autopar.frontend.tracing import is_weak, tie_state, trace
 from autopar.ir.traced_step import TracedStep
 from autopar.plan.plan import Trees
 
@@ -36,32 +37,36 @@ from autopar.plan.plan import Trees
 _KEY = re.compile(r"\[[^\]]*\]|\.\w+")  # one step of a path: ['w'], [0] or .params
 
 
-def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[int]) -> list[str]:
-    """A warning for each donated argument with leaves that no result replaces."""
+def untied_arguments(traced: TracedStep, names: Sequence[str], donate: Iterable[int]) -> Iterator[tuple[str, bool]]:
+    """For each donated argument with leaves that no result replaces a sentence, and whether the step only reads it: it
+    changes nothing of it, and no result is like it.
+    """
     tied = {traced.argument_of[leaf] for leaf in traced.tied}
-    missing = sorted({traced.argument_of[i] for i in traced.donated} & set(donate) - tied)
-    return [_sentence(traced, names[i], i) for i in missing]
+    for i in sorted({traced.argument_of[i] for i in traced.donated} & set(donate) - tied):
+        yield _sentence(traced, names[i], i)
 
 
-def _sentence(traced: TracedStep, name: str, argument: int) -> str:
+def _sentence(traced: TracedStep, name: str, argument: int) -> tuple[str, bool]:
     leaves = [i for i, owner in enumerate(traced.argument_of) if owner == argument]
     leaves_by_path = {traced.in_paths[i].removeprefix(name): traced.in_avals[i] for i in leaves}
     changed = [path for path in traced.changed_in_place if path in {traced.in_paths[i] for i in leaves}]
     difference = _difference(name, argument, leaves_by_path, traced)
-    text = f"nothing of argument {name!r} is donated, as no result replaces it: {difference}."
+    why = difference or "the step returns nothing that is like it"
+    text = f"nothing of argument {name!r} is donated, as no result replaces it: {why}."
     if changed:
         text += f" The step changes {', '.join(changed[:3])} in place, which is lost, as under jax.jit: return it."
-    return text + (
+    text += (
         " Return the new value with the tree, shapes and dtypes of the old one, or say "
         "donate_argnums=() for a step that only reads it"
     )
+    return text, not difference and not changed
 
 
 def _difference(name: str, number: int, argument: dict[str, jax.ShapeDtypeStruct], traced: TracedStep) -> str:
-    """The first leaf that differs between an argument and the most similar result."""
+    """The first leaf that differs between an argument and the most similar result; empty where none is similar."""
     best = max(_results(traced), key=lambda candidate: _similarity(argument, candidate[1]), default=None)
     if best is None or not _similarity(argument, best[1]):
-        return "the step returns nothing that is like it"
+        return ""
     prefix, result = best
     if static := _static_difference(name, number, prefix, traced):
         return static
@@ -141,16 +146,18 @@ def trace_call(
         donate = tuple(sorted({traced.argument_of[leaf] for leaf in traced.donated}))
         for sentence in nnx_objects.idle_optimizers(traced, dynamic, names):
             warn(sentence)
-    elif arguments.donates_by_default and returns_gradients(traced):
-        warn(
-            f"nothing of argument {names[donate[0]]!r} is donated: the step returns its gradients, not a new value. "
-            "donate_argnums=(0,) donates it"
-        )
-        traced, donate = dataclasses.replace(traced, tied={}, donated=frozenset()), ()
-    elif arguments.has_default_batch and batch:
-        _check_default_roles(traced, dynamic, names, batch[0], arguments)
-    for sentence in untied_arguments(traced, names, donate):
-        warn(sentence)
+    else:
+        if arguments.donates_by_default and traced.tied and not continues(traced):
+            note = (
+                f"nothing of argument {names[donate[0]]!r} is donated: what the step returns in its shapes is not its "
+                "old value changed (gradients are not). donate_argnums=(0,) donates it"
+            )
+            traced, donate = dataclasses.replace(traced, tied={}, donated=frozenset(), notes=(note,)), ()
+        if arguments.has_default_batch and batch:
+            _check_default_roles(traced, dynamic, names, batch[0], arguments)
+    for sentence, is_only_read in untied_arguments(traced, names, donate):
+        if not (is_only_read and arguments.donates_by_default):  # the plan has a note
+            warn(sentence)
     if arguments.cuts_steps:
         traced = with_callbacks_as_results(traced)
     trees = Trees(
@@ -182,12 +189,13 @@ def _check_default_roles(
         return
     name = arguments.step_name
     with_examples, donate = (
-        f"({', '.join(map(str, found))}{',' * (len(found) == 1)})" for found in (others, sorted(returned))
+        f"({', '.join(map(str, found))}{',' * (len(found) == 1)})"
+        for found in (others, sorted(returned) if traced.tied else ())
     )
     raise InvalidArgumentError(
         where=f"{name}, batch_argnums=({batch},), the default",
         expected=f"examples in argument {batch}",
-        got=f"{names[batch]!r}, which is state: the step returns it anew",
+        got=f"{names[batch]!r}, which is state: the step returns {'it anew' if traced.tied else 'what has its shapes'}",
         hint=f"name the roles: autopar.parallelize({name}, batch_argnums={with_examples}, donate_argnums={donate})",
     )
 

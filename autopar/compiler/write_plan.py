@@ -635,13 +635,11 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
     platform = context.cluster.device.platform
     unlike = unlike_assumed(context.request.compiler_options, platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = [*replicated_notes(graph, context.cluster.num_devices), *ragged_notes(graph, platform)]
+    notes = [*traced.notes, *replicated_notes(graph, context.cluster.num_devices), *ragged_notes(graph, platform)]
     if untied:
-        paths = ", ".join(traced.in_paths[i] for i in untied[:3])
-        notes.append(
-            f"{len(untied)} leaves of the donated arguments come back in no result with the same tree ({paths}, ...): "
-            "their memory is not reused"
-        )
+        paths = ", ".join(traced.in_paths[i] for i in untied[:3]) + ", ..." * (len(untied) > 3)
+        leaves, them = ("leaf of the state is", "it") if len(untied) == 1 else ("leaves of the state are", "them")
+        notes.append(f"{len(untied)} {leaves} not donated, as no result with the same tree replaces {them} ({paths})")
     notes += [unlike] if unlike else []
     annotated = context.views.annotated
     if traced.attention_kernel:

@@ -279,28 +279,6 @@ def checked_when_traced_again(traced: TracedStep, warn: Callable[[str], None]) -
     return dataclasses.replace(traced, retrace=retrace, is_pure=is_pure)
 
 
-def returns_gradients(traced: TracedStep) -> bool:
-    """Whether all that would replace donated leaves is made by a backward pass: the gradients of `jax.grad` have the
-    tree and the shapes of what they are taken of, and do not replace it.
-    """
-    found = {_of_backward_pass(traced.jaxpr, at) for at in traced.tied.values()}
-    return True in found and False not in found
-
-
-def _of_backward_pass(jaxpr: Any, output: int) -> bool | None:
-    """Whether the equation that makes a result is one of a backward pass; None of a constant."""
-    atom = jaxpr.outvars[output]
-    for eqn in reversed(jaxpr.eqns):
-        if not any(atom is v for v in eqn.outvars):
-            continue
-        if "transpose(" in jax_compat.name_stack(eqn):
-            return True
-        if "jaxpr" in eqn.params and eqn.primitive.name in ("jit", "pjit", "closed_call"):
-            return _of_backward_pass(jax_compat.open_jaxpr(eqn.params["jaxpr"]), list(eqn.outvars).index(atom))
-        return False if eqn.invars else None
-    return False if any(atom is v for v in jaxpr.invars) else None
-
-
 def tie_state(
     args: Sequence[Any],
     donate: Sequence[int],

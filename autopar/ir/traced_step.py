@@ -76,6 +76,7 @@ class TracedStep:
     (`autopar.passes.stack_updates`); 0: each for itself.
     `uneven_over`: in that graph examples may be split unevenly over so many devices (`autopar.passes.round_examples`);
     0: only as they divide.
+    `notes` stand in its plans: why an argument is not donated.
     """
 
     name: str
@@ -110,6 +111,7 @@ class TracedStep:
     stacked_over: int = 0
     uneven_over: int = 0
     example_dims: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     types_of_results: tuple[NamedSharding | None, ...] = dataclasses.field(init=False, compare=False, default=())
 
     def __post_init__(self) -> None:

@@ -43,7 +43,6 @@ def another_kind(state, batch):
 
 
 SAID = {
-    only_the_loss: ["nothing of argument 'state' is donated", "returns nothing that is like it", "donate_argnums=()"],
     in_place: ["state['first'] in place, which is lost, as under jax.jit: return it"],
     another_dtype: ["state['second'] is float32[64, 16], and result[0]['second'] is bfloat16[64, 16]"],
     a_leaf_more: ["result[0]['count'] is not in state"],
@@ -84,12 +83,29 @@ def deep_loss(state, batch):
 @pytest.mark.parametrize("loss", [mlp_loss, jax.jit(mlp_loss), deep_loss])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jitted"])
 def test_gradients_do_not_replace_the_parameters(gradient, loss, wrap, caplog):
-    state = new_mlp_state()
+    step, state = made(wrap(gradient(loss))), new_mlp_state()
     with caplog.at_level(logging.WARNING, "autopar"):
-        found = made(wrap(gradient(loss)))(state, mlp_batch())
+        found = step(state, mlp_batch())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradient(loss)(state, mlp_batch())), strict=True):
         assert_close(np.asarray(a), np.asarray(b), 1e-5)  # the state is there
-    assert [r.message for r in caplog.records if "returns its gradients" in r.message]
+    (note,) = [note for note in step.plan(state, mlp_batch()).record.notes if "is donated" in note]
+    assert note.startswith("nothing of argument '")
+    assert note.endswith("donate_argnums=(0,) donates it")
+    assert not [r.message for r in caplog.records if "donated" in r.message]
+
+
+def test_what_a_step_only_reads_is_a_note_unless_the_caller_donates_it(caplog):
+    step, state = made(only_the_loss), new_mlp_state()
+    with caplog.at_level(logging.WARNING, "autopar"):
+        (note,) = [note for note in step.plan(state, mlp_batch()).record.notes if "donated" in note]
+        assert not [r.message for r in caplog.records if "donated" in r.message]
+        made(only_the_loss, donate_argnums=0)(state, mlp_batch())
+    (record,) = [r for r in caplog.records if "donated" in r.message]
+    paths = "state['bias'], state['first'], state['second']"
+    assert note == f"3 leaves of the state are not donated, as no result with the same tree replaces them ({paths})"
+    assert (
+        "nothing of argument 'state' is donated, as no result replaces it: the step returns nothing" in record.message
+    )
 
 
 def guarded(state, batch):
