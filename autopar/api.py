@@ -55,8 +55,8 @@ def parallelize(
             `Cluster.parse`); None takes the devices of this program.
         search: The wishes for a plan and the effort of the search, as `autopar.Search(num_microbatches=8)`.
         batch_argnums: The arguments whose leaves hold examples. By default the first one after argument 0 that has
-            arrays, which keys of random numbers are not, and those after it with as many rows in each array; behind
-            several NNX objects, all arguments with arrays after the last one.
+            arrays other than keys of random numbers (typed, or of uint32 with a last dimension of 2), and those after
+            it with as many rows in each array; behind several NNX objects, all arguments with arrays after the last.
         donate_argnums: The arguments that the step replaces; their memory is reused for the results that replace them.
             By default argument 0, if a result is its old value changed, as gradients are not. Where there are NNX
             objects, the default is those that the step changes.

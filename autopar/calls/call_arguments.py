@@ -273,9 +273,10 @@ class CallArguments:
         begins = max((0, *(i + 1 for i in objects)))
         candidates = [i for i in range(max(begins, *numbers), len(args)) if i not in self._options.static_argnums]
         rows = {i: _rows(args[i]) for i in candidates}
-        holding = [i for i in candidates if rows[i]]
+        arrays = [i for i in candidates if rows[i]]
+        holding = [i for i in arrays if not _is_keys_alone(args[i])]
         if begins > max(numbers):
-            return tuple(holding)
+            return tuple(holding or arrays)
         if not holding:
             return numbers
         first, *others = holding
@@ -418,16 +419,21 @@ class CallArguments:
                 )
 
 
+def _arrays(argument: Any) -> list[Any]:
+    """The leaves of an argument with dimensions, but typed keys of random numbers."""
+    leaves = [leaf for leaf in jax.tree.leaves(argument) if np.shape(leaf)]
+    return [leaf for leaf in leaves if not jax_compat.is_key_dtype(getattr(leaf, "dtype", None))]
+
+
 def _rows(argument: Any) -> set[int]:
-    """The sizes of the first dimension of the arrays of an argument; none of a key of random numbers."""
-    shapes = [
-        (np.shape(leaf), getattr(leaf, "dtype", None))
-        for leaf in jax.tree.leaves(argument)
-        if not jax_compat.is_key_dtype(getattr(leaf, "dtype", None))
-    ]
-    if shapes == [((2,), np.dtype(np.uint32))]:  # a raw key, as jax.random.PRNGKey makes it
-        return set()
-    return {shape[0] for shape, _ in shapes if shape}
+    """The sizes of the first dimension of the arrays of an argument."""
+    return {np.shape(leaf)[0] for leaf in _arrays(argument)}
+
+
+def _is_keys_alone(argument: Any) -> bool:
+    """Whether all arrays of an argument are keys, typed or as `jax.random.PRNGKey` makes them."""
+    arrays = [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in _arrays(argument)]
+    return all(dtype == np.uint32 and shape[-1] == 2 for shape, dtype in arrays)
 
 
 def _with_types(value: Any) -> Any:

@@ -289,6 +289,32 @@ def distilled(state, batch, teacher):
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
 
+KEYS = {
+    "none": None,
+    "typed": jax.random.key(0),
+    "raw": jax.random.PRNGKey(0),
+    "several raw": jax.random.split(jax.random.PRNGKey(0), 8),  # as many as there are examples
+    "several by name": {"dropout": jax.random.PRNGKey(0), "noise": jax.random.key(1), "count": np.int32(3)},
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_arguments_of_keys_and_numbers_alone_are_no_batch(name):
+    def step(state, keys, rate, batch):
+        return updated(state, batch, rate)
+
+    plan = made(step).plan(new_mlp_state(), KEYS[name], 0.1, mlp_batch())
+    assert {a.path for a in plan.record.arguments if a.kind == "batch"} == {"batch['x']", "batch['y']"}
+
+
+def test_a_key_is_the_batch_of_a_step_without_other_arrays():
+    def step(state, key):
+        return jax.tree.map(lambda p: p + jax.random.normal(key, p.shape), state)
+
+    plan = made(step).plan(new_mlp_state(), jax.random.PRNGKey(0))
+    assert [a.path for a in plan.record.arguments if a.kind == "batch"] == ["key"]
+
+
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0), None], ids=["typed", "raw", "none"])
 def test_the_batch_is_by_default_the_first_argument_with_arrays_and_what_has_as_many_rows(key):
     state, batch = new_mlp_state(), mlp_batch()
