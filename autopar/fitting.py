@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from autopar.plan.report.fit_data import FitRow
 from autopar.plan.summary import fullest
 from autopar.step import Step
 from autopar.step_views import (
+    argument_names_of,
     batch_axes_of,
     beside,
     microbatches_named_by,
@@ -455,7 +457,7 @@ def _of_bucket(
     where these do not fit.
     """
     while most >= size:
-        _, plan = planned_for(beside(with_whole_batch(step), longest), resized(args, axes, most), most)
+        _, plan = planned_for(beside(with_whole_batch(step), longest), args, axes, most)
         if plan is not None:
             return most, plan
         most = most // 2 - most // 2 % size
@@ -532,7 +534,7 @@ def _weighed(
     def share(count: int) -> float:
         # A step that has a plan keeps it for shorter batches: each size is a step of its own.
         steps[count], begun_s = with_whole_batch(step), time.perf_counter()
-        found[count] = planned_for(steps[count], resized(args, axes, count * size), count * size)
+        found[count] = planned_for(steps[count], args, axes, count * size)
         row = found[count][0]
         fits = f"{text_of_s(row.step_time_s)} a step" if row.step_time_s is not None else "does not fit"
         memory = f"{text_of_bytes(row.peak_bytes)} of {text_of_bytes(row.limit_bytes)}"
@@ -560,7 +562,8 @@ def _weighed(
 def _peak_of_twice(examples: int, step: Step, args: Sequence[Any], axes: Axes) -> int | None:
     """The peak of twice as many examples in the layouts that so many were planned in; None where that is not known."""
     try:
-        return peak_on_other_batch(step, resized(args, axes, examples), resized(args, axes, 2 * examples))
+        with _telling_what_is_resized(step, args, axes, 2 * examples):
+            return peak_on_other_batch(step, resized(args, axes, examples), resized(args, axes, 2 * examples))
     except AutoparError:
         return None  # a size that the step, or a constraint of its dimensions, does not admit
 
@@ -637,10 +640,30 @@ def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
     return (other[1] - one[1]) / (other[0] - one[0])
 
 
-def planned_for(step: Step, args: Sequence[Any], batch: int) -> tuple[FitRow, Plan | None]:
-    """The row of a batch, and its plan where it fits."""
+@contextlib.contextmanager
+def _telling_what_is_resized(step: Step, args: Sequence[Any], axes: Axes, examples: int) -> Iterator[None]:
+    """Adds to an error of the step's function, as of shapes that do not agree, which arguments are of another size."""
     try:
-        plan = step.plan(*args)
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        symbolic = {i for i, arg in enumerate(args) if variables([arg])}
+        numbers = sorted(symbolic.union(i for i in axes if callable(args[i])) if symbolic else axes)
+        names = argument_names_of(step, args)
+        others = [name for i, name in enumerate(names) if i not in numbers]
+        error.add_note(
+            f"autopar.fit gave {', '.join(names[i] for i in numbers)} {examples} examples, and left "
+            f"{', '.join(others) or 'no argument'} as given. Where others hold examples, {HINT}"
+        )
+        raise
+
+
+def planned_for(step: Step, args: Sequence[Any], axes: Axes, batch: int) -> tuple[FitRow, Plan | None]:
+    """The row of a batch of so many examples, and its plan where it fits."""
+    try:
+        with _telling_what_is_resized(step, args, axes, batch):
+            plan = step.plan(*resized(args, axes, batch))
     except MemoryLimitError as error:
         row = FitRow(cluster="", batch=batch, fits=False, peak_bytes=error.needed_bytes, limit_bytes=error.limit_bytes)
         return row, None

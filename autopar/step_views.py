@@ -145,6 +145,11 @@ def batch_argnums_of(step: Step, args: Sequence[Any]) -> tuple[int, ...]:
     return step._arguments.batch_argnums(args)
 
 
+def argument_names_of(step: Step, args: Sequence[Any]) -> list[str]:
+    """The names of the arguments in the step's signature."""
+    return step._arguments.names(len(args))
+
+
 def batch_axes_of(step: Step, args: Sequence[Any]) -> dict[int, list[int | None]]:
     """The numbers of the arguments that hold examples, and of each of their leaves the dimension that counts them."""
     numbers = batch_argnums_of(step, args)

@@ -215,6 +215,31 @@ def test_other_arguments_may_hold_the_examples():
     assert autopar.fit(step, MLP_STATE, scale, MLP_BATCH, clusters=[slow_cluster(2)]).largest() > 2
 
 
+def two_arguments(state, x, y):
+    return mlp_step(state, {"x": x, "y": y})
+
+
+def test_arguments_with_as_many_rows_are_resized_together():
+    search = autopar.Search(memory_limit_bytes=LIMIT_BYTES)
+    fitted = [
+        autopar.fit(
+            autopar.parallelize(function, search=search, **OPTIONS), MLP_STATE, *batch, clusters=[slow_cluster(2)]
+        )
+        for function, batch in ((two_arguments, MLP_BATCH.values()), (mlp_step, [MLP_BATCH]))
+    ]
+    assert fitted[0].largest() == fitted[1].largest() > 2
+
+
+def test_an_error_of_the_function_names_the_arguments_of_another_size():
+    step = autopar.parallelize(two_arguments, batch_argnums=1, **OPTIONS)
+    with pytest.raises(TypeError) as raised:
+        autopar.fit(step, MLP_STATE, *MLP_BATCH.values(), clusters=[slow_cluster(2)])
+    (note,) = [note for note in raised.value.__notes__ if "autopar.fit" in note]
+    assert note.startswith(
+        "autopar.fit gave x 2 examples, and left state, y as given. Where others hold examples, name"
+    )
+
+
 @pytest.mark.slow
 def test_a_batch_may_be_a_function_of_its_size():
     def transposed_step(state, batch):
