@@ -406,9 +406,9 @@ class CallArguments:
                 raise DonatedStateError(
                     where=f"{self.step_name}, {path}",
                     expected="an array that still holds its data",
-                    got="one that an earlier step took over (it was donated)",
-                    hint=f"use the state that the step returned: state, ... = {self.step_name}(state, ...); or pass "
-                    "donate_argnums=() to keep both",
+                    got="one that an earlier call took over, of this step or another one (it was donated)",
+                    hint="use the state that this call returned, as in state, ... = step(state, ...); or make the step "
+                    "that took it over with donate_argnums=(), to keep both",
                 )
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise InvalidArgumentError(

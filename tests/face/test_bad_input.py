@@ -285,7 +285,7 @@ def test_a_donated_state_used_again(steps, examples):
     child = python(DONATED.format(steps=steps, examples=examples))
     assert child.returncode == 0, child.stderr[-500:]
     assert "refused: mlp_step, state['bias']: expected an array that still holds its data" in child.stdout
-    assert "state, ... = mlp_step(state, ...)" in child.stdout
+    assert "state, ... = step(state, ...)" in child.stdout
     assert "and works afterwards" in child.stdout
 
 

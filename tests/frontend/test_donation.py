@@ -9,6 +9,7 @@ import pytest
 from flax.core import freeze
 
 import autopar
+from autopar.errors import DonatedStateError
 from tests.small_steps import assert_close, grouped, mlp_batch, mlp_loss, mlp_step, new_mlp_state, slow_cluster
 
 
@@ -144,3 +145,15 @@ def test_nothing_is_said_of_what_is_not_donated_or_is_replaced(options, caplog):
     with caplog.at_level(logging.WARNING, "autopar"):
         made(function, **options)(new_mlp_state(), mlp_batch())
     assert not caplog.records
+
+
+def test_the_error_of_an_array_that_another_step_took_over_blames_that_step():
+    step, reader = made(mlp_step), made(only_the_loss)
+    state, _ = step(new_mlp_state(), mlp_batch())
+    step(state, mlp_batch())
+    with pytest.raises(
+        DonatedStateError, match=r"only_the_loss, state\['bias'\]: .* of this step or another one"
+    ) as raised:
+        reader(state, mlp_batch())
+    assert "make the step that took it over with donate_argnums=()" in str(raised.value)
+    assert "only_the_loss(" not in str(raised.value)
