@@ -333,9 +333,16 @@ def test_parameters_beside_the_batch_are_no_examples():
     assert {argument.path.split("[")[0] for argument in plan.record.arguments if argument.kind == "batch"} == {"batch"}
 
 
-def test_a_shorter_last_batch_in_two_arguments_keeps_the_plan(caplog):
-    step, batch = made(stepped), mlp_batch()
-    state, _ = step(new_mlp_state(), None, 0.1, batch["x"], batch["y"])
-    with caplog.at_level("INFO", "autopar"):
-        step(state, None, 0.1, batch["x"][:4], batch["y"][:4])
-    assert "planning again" not in caplog.text
+@pytest.mark.parametrize("way", ["free", "micro-batches", "recipe", "saved"])
+def test_a_shorter_last_batch_in_two_arguments_keeps_the_plan(way, tmp_path):
+    x, y = mlp_batch().values()
+    options = {"micro-batches": {"num_microbatches": 2}, "recipe": {"plan": recipes.zero(3)}}.get(way, {})
+    if way == "saved":
+        made(stepped).plan(new_mlp_state(), None, 0.1, x, y).save(tmp_path / "plan.json")
+        options = {"plan": autopar.Plan.load(tmp_path / "plan.json")}
+    step, ours, expected = made(stepped, **options), new_mlp_state(), new_mlp_state()
+    for rows in (slice(None), slice(6)):
+        ours, loss = step(ours, None, 0.1, x[rows], y[rows])
+        expected, wanted = jax.jit(stepped)(expected, None, 0.1, x[rows], y[rows])
+        assert_close((ours, loss), (expected, wanted))
+    assert len(step._plans) == 1

@@ -154,6 +154,23 @@ def test_metrics_and_several_batch_arguments():
     assert kinds.count("batch") == 2
 
 
+def test_behind_a_single_object_arrays_with_as_many_rows_hold_the_examples():
+    def step(optimizer, keys, x, y, weights):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(weights @ (model(x) - y).T ** 2))(optimizer.model)
+        optimizer.update(grads)
+        return loss
+
+    def objects():
+        return (nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), ADAM),)
+
+    parallel, batch, keys = made(step), mlp_batch(), {"dropout": jax.random.PRNGKey(0), "noise": jax.random.PRNGKey(1)}
+    arguments = keys, batch["x"], batch["y"], jnp.ones((3, 16))
+    ours = objects()
+    assert_same_training(step, parallel, ours, objects(), [arguments] * 2)
+    record = parallel.plan(*ours, *arguments).record
+    assert [v.path for v in record.arguments if v.kind == "batch"] == ["x", "y"]
+
+
 def test_objects_share_references_within_and_between_arguments():
     def step(one, both, batch):
         def loss_fn(both):
