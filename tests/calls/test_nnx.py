@@ -171,6 +171,15 @@ def test_behind_a_single_object_arrays_with_as_many_rows_hold_the_examples():
     assert [v.path for v in record.arguments if v.kind == "batch"] == ["x", "y"]
 
 
+def test_pairs_of_unsigned_numbers_behind_objects_hold_the_examples_where_nothing_else_does():
+    def step(model, optimizer, pairs):
+        return train(model, optimizer, {"x": jnp.tile(pairs, 16) / 10, "y": 0.0})
+
+    pairs = jnp.arange(32, dtype=jnp.uint32).reshape(16, 2)
+    record = made(step).plan(*new_objects(), pairs).record
+    assert [v.path for v in record.arguments if v.kind == "batch"] == ["pairs"]
+
+
 def test_objects_share_references_within_and_between_arguments():
     def step(one, both, batch):
         def loss_fn(both):

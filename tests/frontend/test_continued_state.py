@@ -246,6 +246,13 @@ def test_slow_parameters_beside_fast_ones_continue():
     assert continued(looked_ahead, (parameters(), parameters()), BATCH)
 
 
+def test_what_a_loop_carries_in_turns_continues():
+    def swapped(pair, batch):
+        return jax.lax.scan(lambda pair, _: ((pair[1], pair[0]), None), pair, length=2)[0]
+
+    assert continued(swapped, (jnp.ones(2), jnp.zeros(2)), BATCH)
+
+
 def test_a_key_is_no_obstacle():
     def step(state, batch):
         params, key = state
