@@ -35,7 +35,7 @@ from autopar.frontend.static_leaves import set_apart
 from autopar.hardware import step_errors
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import Plan
-from autopar.plan.report.fit_data import FitRow
+from autopar.plan.report.fit_data import FitRow, is_least
 from autopar.plan.summary import fullest
 from autopar.step import Step
 from autopar.step_views import (
@@ -303,8 +303,8 @@ class Fitting:
         console = TextConsole(COLUMNS, text_format)
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
-            more = "at least " if largest + multiple > MOST_EXAMPLES else ""  # of so many the next one is not tried
-            found = f"the largest batch that fits is {more}{largest}" if largest else "no batch fits"
+            more = largest and is_least([row for row in self.rows if row.cluster == name])
+            found = f"the largest batch that fits is {'at least ' * more}{largest}" if largest else "no batch fits"
             best = self.fastest(name)
             least = f"; an example takes the least time in a batch of {best}" if best != largest else ""
             console.line(f"{name}: {found} (of multiples of {multiple}){least}", style="bold")

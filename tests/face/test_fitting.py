@@ -134,10 +134,26 @@ def test_the_largest_batch_fits_and_one_more_does_not(cluster):
     assert found.plans[cluster].predicted == own.predicted
 
 
-def test_where_more_examples_are_not_tried_the_largest_batch_is_at_least_so_large(monkeypatch):
+def test_where_more_examples_are_not_tried_the_largest_batch_is_at_least_so_large(monkeypatch, tmp_path):
     monkeypatch.setattr("autopar.fitting.MOST_EXAMPLES", 64)
     found = autopar.fit(mlp_step, MLP_STATE, MLP_BATCH, clusters=["dgx-h100"])
     assert "dgx-h100: the largest batch that fits is at least 64 (of multiples of" in str(found)
+    found.report(tmp_path / "fit.html")
+    assert "the largest batch that fits is at least <b>64</b>" in (tmp_path / "fit.html").read_text()
+
+
+def test_where_sizes_are_rounded_the_last_one_before_those_that_are_not_tried_is_told_as_the_least(monkeypatch):
+    # Those up to 1,640 are tried, and of 204 times the 8 devices seven binary digits: 1,632 is the last.
+    monkeypatch.setattr("autopar.fitting.MOST_EXAMPLES", 1640)
+    found = autopar.fit(mlp_step, MLP_STATE, MLP_BATCH, clusters=["dgx-h100"])
+    assert "dgx-h100: the largest batch that fits is at least 1632 (of multiples of 16)" in str(found)
+
+
+@pytest.mark.parametrize(("fits", "text"), [(True, "is at least 8"), (False, "is 8")])
+def test_a_larger_batch_that_does_not_fit_bounds_the_largest(fits, text):
+    rows = (row_of("c", 8, 1.0), row_of("c", 16, 1.0 if fits else None), row_of("d", 32, 1.0))
+    found = Fitting(step="train", rows=rows[:1] if fits else rows, multiples={"c": 8}, plans={})
+    assert f"c: the largest batch that fits {text} (of multiples of 8)" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,16 @@ class FittedCluster:
     largest: FitRow | None
     rows: tuple[FitRow, ...]
 
+    @property
+    def is_least(self) -> bool:
+        """Whether larger batches may fit: the next one was not tried."""
+        return is_least(self.rows)
+
+
+def is_least(rows: Sequence[FitRow]) -> bool:
+    """Whether larger batches than those of a cluster may fit: the largest that was tried does."""
+    return max(rows, key=lambda row: row.batch).fits
+
 
 def fit_values(step: str, rows: Sequence[FitRow], multiples: Mapping[str, int]) -> dict[str, Any]:
     """The values of the page of `autopar.fit` by the names that its template has for them: all rows, and charts."""
