@@ -303,8 +303,8 @@ class Fitting:
         console = TextConsole(COLUMNS, text_format)
         for name, multiple in self.multiples.items():
             largest = self.largest(name)
-            more = largest and is_least([row for row in self.rows if row.cluster == name])
-            found = f"the largest batch that fits is {'at least ' * more}{largest}" if largest else "no batch fits"
+            more = "at least " if largest and is_least([row for row in self.rows if row.cluster == name]) else ""
+            found = f"the largest batch that fits is {more}{largest}" if largest else "no batch fits"
             best = self.fastest(name)
             least = f"; an example takes the least time in a batch of {best}" if best != largest else ""
             console.line(f"{name}: {found} (of multiples of {multiple}){least}", style="bold")
