@@ -54,7 +54,9 @@ def notes(context: PlanningContext) -> Sequence[str]:
     if pipelines:
         best = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
         if best.fits(context.limit_bytes):
-            texts.append(f"the best pipeline would take {text_of_s(best.step_time_s)} ({best.text})")
+            several = len(best.choice.first_layers) > 1
+            found = "the best pipeline" if several else "the best plan of the search over stages has one stage, and"
+            texts.append(f"{found} would take {text_of_s(best.step_time_s)} ({best.text})")
         else:
             texts.append(f"the pipeline nearest to fitting needs {text_of_bytes(best.peak_bytes)} on a device")
     return texts

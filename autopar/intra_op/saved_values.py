@@ -9,6 +9,7 @@ et al., "Checkmate: Breaking the memory wall with optimal tensor rematerializati
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -305,12 +306,15 @@ class SavingProgram:
     def choice(self, taken: np.ndarray) -> SavedChoice:
         """What is saved where these columns are taken."""
         _, size, sent, _ = np.array(self.costs).T
-        found = [(size[c] + sent[c], name, place) for (kind, name, place), c in self.columns.items() if taken[c]]
-        largest = sorted((row for row in found if row[0]), key=lambda row: -row[0])[:SHOWN]
+        found: dict[str, float] = collections.defaultdict(float)  # bytes by what makes them, in all layers together
+        for (kind, name, place), column in self.columns.items():
+            if kind != "again" and taken[column]:
+                found[self.made_by[name, place]] += size[column] + sent[column]
+        largest = sorted(found.items(), key=lambda row: -row[1])[:SHOWN]
         return SavedChoice(
             text=text_of_saved(self.places(taken)),
             kept_bytes=float(size @ taken),
-            largest=tuple(f"{self.made_by[name, place]} {text_of_bytes(n)}" for n, name, place in largest),
+            largest=tuple(f"{made_by} {text_of_bytes(n)}" for made_by, n in largest if n),
         )
 
     def _solution(self, costs: np.ndarray, limits: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:

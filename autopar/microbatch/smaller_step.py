@@ -159,7 +159,7 @@ def num_examples(traced: TracedStep) -> int:
         raise BatchMismatchError(
             where=traced.name,
             expected="a batch with arrays that have a dimension of examples: the first, or that of batch_axis",
-            got="none",
+            got="no array with a dimension of examples",
             hint="name the argument that holds the batch in batch_argnums, and the dimension in batch_axis",
         )
     ((examples, _),) = sizes.most_common(1)
@@ -167,7 +167,7 @@ def num_examples(traced: TracedStep) -> int:
         raise BatchMismatchError(
             where=traced.name,
             expected="a batch with examples, to be cut into micro-batches or to go through stages",
-            got="an empty one",
+            got="a batch without examples",
             hint="skip empty batches, or run them as one program: plan=autopar.recipes.data_parallel()",
         )
     return examples

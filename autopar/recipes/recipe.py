@@ -93,6 +93,22 @@ class Recipe:
 
     request: PlanRequest = dataclasses.field(default_factory=PlanRequest)
 
+    def __repr__(self) -> str:
+        """The calls that make it: `constrain({'w': P(None, "model")}, recipe=zero(3))`."""
+        request = self.request
+        if request.pins is None:
+            return request.recipe or f"Recipe({_changed(request)})"
+        pins = ", ".join(f"{pin.pattern!r}: {pin.text}" for pin in request.pins.pins)
+        sizes = f", axis_sizes={dict(request.pins.axis_sizes)}" if request.pins.axis_sizes else ""
+        recipe = f", recipe={request.recipe}" if request.recipe else ""
+        return f"constrain({{{pins}}}{sizes}{recipe})"
+
+
+def _changed(request: PlanRequest) -> str:
+    """The fields of a request that are not the defaults."""
+    fields = ((f.name, getattr(request, f.name)) for f in dataclasses.fields(request))
+    return ", ".join(f"{name}={value!r}" for name, value in fields if value != getattr(PlanRequest(), name))
+
 
 # The ways in which an axis of its own splits positions.
 SEQUENCES = ("ulysses", "ring", "usp")

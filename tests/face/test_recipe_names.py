@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import recipes
+from autopar.plan.options import PlanRequest
 from autopar.recipes.parse import recipe_of
 
 
@@ -24,6 +25,23 @@ from autopar.recipes.parse import recipe_of
 def test_a_name_makes_the_recipe_again(recipe, name):
     assert recipe.request.recipe == name
     assert recipe_of(name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (recipes.zero(3), "zero(3)"),
+        (recipes.Recipe(), "Recipe()"),
+        (recipes.Recipe(request=PlanRequest(num_stages=2)), "Recipe(num_stages=2)"),
+        (autopar.constrain({"w": P(None, "x"), "b": P()}), "constrain({'w': P(None, \"x\"), 'b': P()})"),
+        (
+            autopar.constrain({"w": P("x")}, axis_sizes={"x": 4}, recipe=recipes.pipeline(2)),
+            "constrain({'w': P(\"x\")}, axis_sizes={'x': 4}, recipe=pipeline(2))",
+        ),
+    ],
+)
+def test_a_recipe_is_printed_as_the_calls_that_make_it(recipe, text):
+    assert repr(recipe) == text
 
 
 def test_names_decide_nothing():

@@ -192,6 +192,17 @@ def test_layers_of_one_name_save_the_same():
     assert next(twice.choices()).kept_bytes == 2 * next(once.choices()).kept_bytes
 
 
+def test_what_makes_the_largest_values_is_named_once():
+    def form(state, batch):
+        return two_products(state, {"x": FORMS[0](state, batch)})
+
+    layers = layers_of(form)
+    assert len({layer.name for layer in layers.layers}) == 2
+    made_by = [[text.rsplit(" ", 2)[0] for text in choice.largest] for choice in layers.choices()]
+    assert any("the input of layers" in names for names in made_by)
+    assert all(len({*names}) == len(names) for names in made_by)
+
+
 def test_a_step_without_scans_has_nothing_to_save():
     step = dataclasses.replace(traced(lambda state, batch: batch["x"] @ state["layers"]["up"][0][:, :WIDTH], ""))
     assert list(LayerValues.of_scans(build_graph(step, RuleBook()), slow_cluster(1)).choices()) == []

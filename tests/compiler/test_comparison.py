@@ -1,0 +1,49 @@
+"""What notes say of the pipelines that were searched for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from autopar.compiler import comparison
+from autopar.errors import BatchMismatchError
+from autopar.inter_op.decide_stages import StageChoice
+from autopar.inter_op.pipeline_candidate import PipelineCandidate
+from autopar.ir.layout import LogicalMesh
+from autopar.microbatch.smaller_step import num_examples
+
+
+def notes_of(stages, peak_bytes):
+    choice = StageChoice(
+        schedule="1f1b",
+        chunks=1,
+        first_layers=tuple(range(stages)),
+        group_meshes=(LogicalMesh(axis_sizes=(4,)),) * stages,
+        policies=("nothing",) * stages,
+    )
+    graph = SimpleNamespace(num_microbatches=1)
+    staged = SimpleNamespace(step_time_s=1e-3, peak_bytes=(peak_bytes,), graph=graph)
+    candidate = PipelineCandidate(staged=staged, choice=choice, weighed=(), hoist_casts=False)
+    return comparison.notes(SimpleNamespace(rejections=(), candidates=(candidate,), limit_bytes=100))
+
+
+@pytest.mark.parametrize(
+    ("stages", "peak_bytes", "text"),
+    [
+        (2, 50, "the best pipeline would take 1 ms (2 stages on meshes 4, 1f1b)"),
+        (1, 50, "the best plan of the search over stages has one stage, and would take 1 ms (mesh 4)"),
+        (2, 500, "the pipeline nearest to fitting needs 500 B on a device"),
+    ],
+)
+def test_one_stage_is_no_pipeline(stages, peak_bytes, text):
+    assert notes_of(stages, peak_bytes) == [text]
+
+
+@pytest.mark.parametrize(
+    ("shape", "got"), [((), "no array with a dimension of examples"), ((0, 4), "a batch without examples")]
+)
+def test_the_reason_for_which_there_are_no_micro_batches_is_a_sentence_of_its_own(shape, got):
+    dim = 0 if shape else None
+    traced = SimpleNamespace(name="step", batch={0}, in_avals=(SimpleNamespace(shape=shape),), example_dim=lambda i: dim)
+    with pytest.raises(BatchMismatchError) as caught:
+        num_examples(traced)
+    assert caught.value.got == got
