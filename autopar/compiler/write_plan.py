@@ -26,7 +26,7 @@ from autopar.compiler.notes import (
 )
 from autopar.compiler.write_values import planned_values, staged_values
 from autopar.cost.compiler_options import exchange_options_of, options_of, unlike_assumed
-from autopar.cost.cost_model import CostModel
+from autopar.cost.cost_model import CostModel, NodeCosts, cost_model, in_turn_s
 from autopar.cost.memory_program import memory_program
 from autopar.cost.overlap import crossing_s, timeline_of
 from autopar.cost.roofline import flops_of, main_dtype, peak_dtype
@@ -37,9 +37,16 @@ from autopar.inter_op.build_stages import chain_name, timed_chain
 from autopar.inter_op.pipeline_candidate import PipelineCandidate
 from autopar.inter_op.staged import PlannedStage, StagedStep, timed_task
 from autopar.intra_op.spmd_candidate import SpmdCandidate
-from autopar.ir.graph import Constant, Dimension, Op, OpGraph, OpKind, Role, Value
+from autopar.ir.graph import Atom, Constant, Dimension, FactorKind, Op, OpGraph, OpKind, Role, Value
 from autopar.ir.layout import Layout, LogicalMesh, replicated
-from autopar.ir.primitives import ATTENTION_PASSES, GROUPED_PRODUCT, MATRIX_PRODUCTS, RAGGED_PRODUCT
+from autopar.ir.primitives import (
+    ATTENTION_PASSES,
+    GROUPED_PRODUCT,
+    MATRIX_PRODUCTS,
+    RAGGED_PRODUCT,
+    SCATTERS,
+    product_dimension_numbers,
+)
 from autopar.lowering.instructions import Accumulate, Compute, Loop, LoweredBlock, Split, Stack
 from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan import summary
@@ -70,9 +77,10 @@ Sends = dict[Cause, SendTime]
 # The role of an axis follows from the dimensions that it splits in the matrix products of the forward and backward
 # pass, weighted by their arithmetic: examples (data), positions (sequence), experts (expert) or widths (tensor). A data
 # axis that also shards state has the role of sharded data (ZeRO, FSDP). An axis that splits state and no product has
-# the role of state: its devices compute the same. Of a step without products, the role follows from the batch.
+# the role of state: its devices compute the same. Of a step without products, the role follows from the batch. Experts
+# are those among which a router chooses; without one, as in ensembles, their dimension is that of a stack.
 
-SEQUENCE, EXPERT = "sequence", "expert"
+SEQUENCE, EXPERT, STACK = "sequence", "expert", "stack"
 # What a product does that an axis splits in dimensions of several names: experts have examples too, as positions have.
 _FIRST = ((Dimension.EXPERT, EXPERT), (Dimension.EXAMPLE, DATA), (Dimension.SEQUENCE, SEQUENCE))
 
@@ -85,7 +93,39 @@ def dimensions_of(graph: OpGraph) -> Mapping[int, Value]:
 
 def roles_of_axes(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value]) -> tuple[str, ...]:
     """The role of each axis of the plan's mesh; empty where it splits nothing."""
-    return tuple(_role(plan, graph, values, axis) or "" if n > 1 else "" for axis, n in enumerate(plan.mesh.axis_sizes))
+    roles = [_role(plan, graph, values, axis) or "" if n > 1 else "" for axis, n in enumerate(plan.mesh.axis_sizes)]
+    if EXPERT in roles and not has_router(graph, values):
+        roles = [STACK if role == EXPERT else role for role in roles]
+    return tuple(roles)
+
+
+def has_router(graph: OpGraph, values: Mapping[int, Value]) -> bool:
+    """Whether rows go to some of the experts of a step, or their results are weighed: rows are sorted or exchanged,
+    places among the experts are computed, or a product sums over them, in the backward pass over nothing else: there
+    what a stack of matrices reads has a gradient that is summed over the stack too.
+    """
+
+    def are_experts(atom: Atom, dims: Sequence[int]) -> list[bool]:
+        names = values[atom].dimensions if isinstance(atom, int) and atom in values else ()
+        return [d < len(names) and Dimension.EXPERT in names[d] for d in dims]
+
+    for op in graph.ops():
+        if op.primitive in (RAGGED_PRODUCT, GROUPED_PRODUCT):
+            return True
+        if op.rule is not None and any(f.kind is FactorKind.EXCHANGE for f in op.rule.factors):
+            return True
+        if op.primitive == "dot_general":
+            (summed, _), _ = product_dimension_numbers(op.eqn)
+            over = are_experts(op.inputs[0], summed)
+            if any(over) if op.role is Role.FORWARD else over and all(over):
+                return True
+        elif op.primitive in ("gather", *SCATTERS):
+            numbers = op.eqn.params["dimension_numbers"]
+            is_gather = op.primitive == "gather"
+            indexed = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
+            if any(are_experts(op.inputs[0], indexed)):
+                return True
+    return False
 
 
 def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis: int) -> str | None:
@@ -436,23 +476,27 @@ def _computes(lowered: LoweredBlock) -> list[tuple[Op, Compute]]:
     return out
 
 
-def replicated_notes(graph: OpGraph, num_devices: int) -> tuple[str, ...]:
-    """The operations that no rule allows to split, and mixtures of experts that are not split by tokens, one note for
-    each primitive and reason. What makes fewer numbers than there are devices could not be split anyway.
+def replicated_notes(context: PlanningContext) -> tuple[str, ...]:
+    """The operations that no rule allows to split, where that costs a part of the step or of the memory that is told,
+    and mixtures of experts that are not split by tokens; one note for each primitive and reason.
     """
-    counts: dict[tuple[str, str], int] = {}
-    largest: dict[tuple[str, str], int] = {}
+    graph, num_devices = context.graph, context.cluster.num_devices
+    noted: dict[tuple[str, str], list[Op]] = collections.defaultdict(list)
     for op in graph.ops():
-        if op.rule is not None and op.rule.note and any(graph.values[v].size >= num_devices for v in op.outputs):
-            key = (op.primitive, op.rule.note)
-            counts[key] = counts.get(key, 0) + 1
-            largest[key] = max(largest.get(key, 0), *(graph.values[v].nbytes for v in op.outputs))
+        if op.rule is not None and op.rule.note:
+            noted[op.primitive, op.rule.note].append(op)
+    costs = NodeCosts(graph, cost_model(context.cluster, LogicalMesh(axis_sizes=(num_devices,))))
     texts = []
-    for (primitive, note), n in counts.items():
-        made = text_of_bytes(largest[primitive, note])
-        is_whole = primitive not in (RAGGED_PRODUCT, GROUPED_PRODUCT)
-        whole = f" is replicated ({n} of them, the largest makes {made})" if is_whole else ""
-        texts.append(f"{primitive}{whole}: {note}")
+    for (primitive, note), ops in noted.items():
+        if primitive in (RAGGED_PRODUCT, GROUPED_PRODUCT):
+            texts.append(f"{primitive}: {note}")
+            continue
+        largest = max(graph.values[v].nbytes for op in ops for v in op.outputs)
+        alone_s = in_turn_s(ops, lambda op: costs.compute_s(op, None) - costs.shared_s(op, num_devices))
+        told_s, told_bytes = (summary.ROUNDED_AWAY * whole for whole in (context.least_s, context.limit_bytes))
+        if alone_s > told_s or largest > told_bytes:
+            made = text_of_bytes(largest)
+            texts.append(f"{primitive} is replicated ({len(ops)} of them, the largest makes {made}): {note}")
     return tuple(texts)
 
 
@@ -550,6 +594,7 @@ def _pipeline_record(context: PlanningContext, candidate: PipelineCandidate) -> 
                 ((planned.stage.graph, planned.lowered.lowered) for planned in staged.stages),
                 context.cluster.device.platform,
             ),
+            *replicated_notes(context),
         ),
         pipeline=pipeline_record(staged, choice.policies, choice.chunks, candidate.hoist_casts),
     )
@@ -596,6 +641,7 @@ def _program_record(context: PlanningContext, best: SpmdCandidate, notes: Sequen
             *offload_notes([(graph, best.lowered)], context.cluster.device.platform),
             *recomputation_notes(graph, best, program, context.limit_bytes),
             *notes,
+            *replicated_notes(context),
         ),
         timeline=timeline,
     )
@@ -635,7 +681,7 @@ def _notes_of(context: PlanningContext, largest_axis: int, score_part: float = 0
     platform = context.cluster.device.platform
     unlike = unlike_assumed(context.request.compiler_options, platform, largest_axis)
     untied = sorted(i for i in traced.donated if i not in traced.tied)
-    notes = [*traced.notes, *replicated_notes(graph, context.cluster.num_devices), *ragged_notes(graph, platform)]
+    notes = [*traced.notes, *ragged_notes(graph, platform)]
     if untied:
         paths = ", ".join(traced.in_paths[i] for i in untied[:3]) + ", ..." * (len(untied) > 3)
         leaves, them = ("leaf of the state is", "it") if len(untied) == 1 else ("leaves of the state are", "them")

@@ -237,8 +237,9 @@ class Plan:
         """The devices, by number, that work together along each mesh axis, and along the stages of a pipeline.
 
         An axis has the name that a recipe or pins gave it, else one by what it splits: `data`, `model`, `sequence`,
-        `expert`, `state` (that alone), `replica` (the batch, beside a data axis that splits the state too; or nothing).
-        A second axis of a name has a number: `data2`. Only stages on equal meshes have pipeline groups.
+        `expert`, `stack` (matrices among which no router chooses), `state` (that alone), `replica` (the batch, beside a
+        data axis that splits the state too; or nothing). A second axis of a name has a number: `data2`. Only stages on
+        equal meshes have pipeline groups.
         """
         places = dict.fromkeys(self.stage_mesh(stage) for stage in range(summary.num_stages(self.record)))
         groups: dict[str, list[list[int]]] = {}

@@ -54,6 +54,7 @@ _SPLITS = {
     TENSOR: "the matrices",
     "sequence": "the sequences",
     "expert": "the experts",
+    "stack": "the stacked matrices",
 }
 _AXIS_NAMES = {SHARDED: "data", TENSOR: "model"}  # of the other roles: as the role
 

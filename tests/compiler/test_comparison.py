@@ -43,7 +43,8 @@ def test_one_stage_is_no_pipeline(stages, peak_bytes, text):
 )
 def test_the_reason_for_which_there_are_no_micro_batches_is_a_sentence_of_its_own(shape, got):
     dim = 0 if shape else None
-    traced = SimpleNamespace(name="step", batch={0}, in_avals=(SimpleNamespace(shape=shape),), example_dim=lambda i: dim)
+    avals = (SimpleNamespace(shape=shape),)
+    traced = SimpleNamespace(name="step", batch={0}, in_avals=avals, example_dim=lambda i: dim)
     with pytest.raises(BatchMismatchError) as caught:
         num_examples(traced)
     assert caught.value.got == got

@@ -145,3 +145,53 @@ def test_no_product_that_divides_is_named():
     )
     with pytest.raises(InvalidArgumentError, match=r"model axis of 4 devices.*which 4 divides, got state \[3, 5\]"):
         step.plan(normal(3, 5), {"x": normal(8, 3)})
+
+
+@pytest.mark.parametrize(("rows", "told"), [(64, False), (2**20, True)])
+def test_what_cannot_be_split_is_told_where_that_costs_time(rows, told):
+    def step(w, batch):
+        sorted_numbers = jnp.sort(batch["x"].reshape(-1))
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2) + sorted_numbers[0])(w), sorted_numbers[-1]
+
+    batch = {"x": jax.ShapeDtypeStruct((rows, 64), jnp.float32)}
+    plan = autopar.plan(step, jax.ShapeDtypeStruct((64, 64), jnp.float32), batch, cluster="dgx-h100", cache_dir=None)
+    note = "sort is replicated (1 of them, the largest makes 268 MB): none of its dimensions can be split"
+    assert plan.record.notes == ((note,) if told else ())
+
+
+def experts(rows, params):
+    hidden = jax.nn.relu(jnp.einsum("ecd,edf->ecf", rows, params["up"]))
+    return jnp.einsum("ecf,efd->ecd", hidden, params["down"])
+
+
+def mixture(params, x):
+    gates = jax.nn.softmax(x @ params["router"])
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 4)
+    slots = chosen[..., None] * jax.nn.one_hot((jnp.cumsum(chosen, 0) * chosen).sum(-1).astype(int), 128)[:, None]
+    out = experts(jnp.einsum("nec,nd->ecd", slots, x), params)
+    return jnp.einsum("nec,ecd->nd", slots * gates[..., None], out)
+
+
+def scattered(params, x):
+    gates = jax.nn.softmax(x @ params["router"])
+    chosen = jnp.argmax(gates, -1)
+    slot = (jnp.cumsum(jax.nn.one_hot(chosen, 4, dtype=jnp.int32), 0) - 1)[jnp.arange(256), chosen]
+    out = experts(jnp.zeros((4, 128, 64)).at[chosen, slot].set(x, mode="drop"), params)
+    return out.at[chosen, slot].get(mode="fill", fill_value=0)
+
+
+def ensemble(params, x):
+    return jax.vmap(lambda up, down: jax.nn.relu(x @ params["embed"] @ up) @ down)(params["up"], params["down"])
+
+
+@pytest.mark.parametrize(("model", "role"), [(mixture, "expert"), (scattered, "expert"), (ensemble, "stack")])
+def test_experts_are_those_among_which_a_router_chooses(model, role):
+    sizes = {"router": (64, 4), "embed": (64, 64), "up": (4, 64, 256), "down": (4, 256, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+    step = trained(lambda params, x: jnp.mean((model(params, x) - x) ** 2))
+    batch = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    parallel = autopar.parallelize(step, plan=recipes.expert_parallel(), cache_dir=None)
+    plan = autopar.plan(parallel, params, batch, cluster="dgx-h100:4")
+    assert plan.record.axis_roles == ((role,),)
+    words = {"expert": "the experts split over 4", "stack": "the stacked matrices split over 4"}
+    assert words[role] in str(plan).partition("\nStep")[0].replace("\n", " ")

@@ -145,7 +145,7 @@ def test_an_empty_batch_is_not_cut():
     def loss(p, b):
         return jnp.sum(jnp.tanh(b["x"] @ p["a"]) @ p["c"]), None
 
-    with pytest.raises(BatchMismatchError, match="an empty one"):
+    with pytest.raises(BatchMismatchError, match="a batch without examples"):
         check(trained(loss), recipes.pipeline(2), 0)
     check(trained(loss), None, 0)
 
