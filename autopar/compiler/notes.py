@@ -18,7 +18,7 @@ from autopar.inter_op.staged import PlannedStage
 from autopar.intra_op.spmd_candidate import SpmdCandidate
 from autopar.ir.graph import Block, Dimension, Op, OpGraph, OpKind, Purpose, Role, Value, read_by
 from autopar.ir.layout import Layout, local_bytes, replicated
-from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
+from autopar.ir.primitives import GROUPED_PRODUCT, MATRIX_PRODUCTS, RAGGED_PRODUCT
 from autopar.ir.traced_step import TracedStep
 from autopar.kernels.islands import is_island, island_of
 from autopar.kernels.local import dense_work_of
@@ -148,13 +148,13 @@ def recomputation_notes(
     """
     if limit_bytes is None or not any(op.recomputes for op in graph.ops()):
         return ()
-    spared_s, kept_bytes = _recomputing_s(graph, best), _kept_in_loops(graph, best.sharding)
+    spared_s, (kept_bytes, copies) = _recomputing_s(graph, best), _kept_in_loops(graph, best.sharding)
     compiler, about = dataclasses.replace(best.model.compiler, keeps_barriers=False), "about"
     peak_bytes = peak_memory.estimate(program, compiler).peak_bytes
     if kept_bytes:
         peak_bytes, about = peak_bytes + kept_bytes, "at most"
         # Each slice is written into the stack of all trips, read from it, and written as the value of its own trip.
-        spared_s -= 3 * kept_bytes / best.model.device.memory_bytes_per_s
+        spared_s -= best.model.device.memory_s(3 * kept_bytes) + copies * best.model.device.small_kernel_s
     if spared_s <= LEAST_SPARED * best.step_time_s or peak_bytes > MOST_FILLED * limit_bytes:
         return ()
     part = text_of_part(spared_s / best.step_time_s)
@@ -175,14 +175,17 @@ def _recomputing_s(graph: OpGraph, best: SpmdCandidate) -> float:
     return sum(min(seconds, first_s[key]) for key, seconds in again_s.items())
 
 
-def _kept_in_loops(graph: OpGraph, sharding: ShardingPlan) -> int:
-    """Bytes on one device that loops would keep rather than compute again: what others read of it, for all trips."""
+def _kept_in_loops(graph: OpGraph, sharding: ShardingPlan) -> tuple[int, float]:
+    """(bytes on one device, kernels that copy them) of what loops would keep rather than compute again: what others
+    read of it, for all trips. A kernel writes each slice; one reads it where products do, others read the stack.
+    """
     outside = {op.id for op in graph.block.ops}
     again = [op for op in graph.ops() if op.recomputes and op.id not in outside]
     read = {v for op in graph.ops() if not op.recomputes for v in read_by(op)} if again else set()
-    return sum(
-        int(op.count * _bytes_on_device(graph.values[v], sharding)) for op in again for v in op.outputs if v in read
-    )
+    of_products = {v for op in graph.ops() if not op.recomputes and op.primitive in MATRIX_PRODUCTS for v in read_by(op)}
+    kept = [(op.count, v) for op in again for v in op.outputs if v in read]
+    kept_bytes = sum(int(count * _bytes_on_device(graph.values[v], sharding)) for count, v in kept)
+    return kept_bytes, sum(count * (1 + (v in of_products)) for count, v in kept)
 
 
 def _bytes_on_device(value: Value, sharding: ShardingPlan) -> int:

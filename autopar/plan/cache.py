@@ -18,7 +18,7 @@ from autopar.plan.schema import PlanRecord
 from autopar.sharding.rules import RuleBook
 
 # The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
-SEARCH_VERSION = 136
+SEARCH_VERSION = 137
 
 
 def plan_key(parts: Sequence[object]) -> str:

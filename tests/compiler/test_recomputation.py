@@ -1,6 +1,7 @@
 """The search leaves `jax.checkpoint` out where memory is ample; a recipe's plan says what its step takes without it."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,25 @@ def test_with_ample_memory_the_search_recomputes_what_costs_no_time(scanned):
     assert with_it.predicted.step_time_s <= 1.01 * without_it.predicted.step_time_s
     assert with_it.predicted.step_time_s < 0.9 * plan(True, scanned).predicted.step_time_s
     assert with_it.record.scan_recompute in ("nothing", "matmuls")
+    assert not told(with_it)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Layers whose kernels take their own time alone, however many devices share them."""
+    for name, size in {"WIDTH": 32, "INNER": 64, "ROWS": 64}.items():
+        monkeypatch.setattr(sys.modules[__name__], name, size)
+
+
+def test_kernels_that_run_again_take_their_time_however_small_they_are(tiny):
+    found, as_written = plan(True, scanned=True, recipe=None), plan(True, scanned=True, recipe=None, remat="as written")
+    assert found.record.scan_recompute == "nothing"
+    assert found.predicted.step_time_s < 0.97 * as_written.predicted.step_time_s
+
+
+def test_kernels_that_copy_what_is_kept_take_as_much_as_those_that_run_again(tiny):
+    with_it, without_it = plan(True, scanned=True), plan(False, scanned=True)
+    assert with_it.predicted.step_time_s == pytest.approx(without_it.predicted.step_time_s, rel=0.01)
     assert not told(with_it)
 
 
