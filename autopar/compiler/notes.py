@@ -182,7 +182,8 @@ def _kept_in_loops(graph: OpGraph, sharding: ShardingPlan) -> tuple[int, float]:
     outside = {op.id for op in graph.block.ops}
     again = [op for op in graph.ops() if op.recomputes and op.id not in outside]
     read = {v for op in graph.ops() if not op.recomputes for v in read_by(op)} if again else set()
-    of_products = {v for op in graph.ops() if not op.recomputes and op.primitive in MATRIX_PRODUCTS for v in read_by(op)}
+    products = [op for op in graph.ops() if not op.recomputes and op.primitive in MATRIX_PRODUCTS]
+    of_products = {v for op in products for v in read_by(op)}
     kept = [(op.count, v) for op in again for v in op.outputs if v in read]
     kept_bytes = sum(int(count * _bytes_on_device(graph.values[v], sharding)) for count, v in kept)
     return kept_bytes, sum(count * (1 + (v in of_products)) for count, v in kept)
