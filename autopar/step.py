@@ -315,11 +315,23 @@ class Step:
         args = self._signature.places(args, kwargs)
         if any(map(nnx_objects.holds_objects, args)):
             return nnx_objects.merged(self.plain(*nnx_objects.split(args)).result)
-        static, args = self._options.static_argnums, on_one_device(args)
-        names = self._arguments.names(len(args))
-        function = self._signature.caller(self._function)
-        plain = jax.jit(lambda *a: set_apart(nnx_objects.pure(function, a, names)), static_argnums=static)
-        return plain(*self._arguments.with_dynamic(args, self._arguments.dynamic(args)))
+        args = on_one_device(args)
+        return self._jitted(args)(*self._arguments.with_dynamic(args, self._arguments.dynamic(args)))
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The shapes and types of the results as `jax.ShapeDtypeStruct`s, as of `jax.jit(f).eval_shape`; nothing is
+        planned or run.
+        """
+        args = self._signature.places(args, kwargs)
+        if any(map(nnx_objects.holds_objects, args)):
+            return nnx_objects.merged(self.eval_shape(*nnx_objects.split(args)).result)
+        return self._jitted(args).eval_shape(*self._arguments.with_dynamic(args, self._arguments.dynamic(args)))
+
+    def _jitted(self, args: tuple[Any, ...]) -> Any:
+        """The original function under plain `jax.jit`."""
+        names, function = self._arguments.names(len(args)), self._signature.caller(self._function)
+        static = self._options.static_argnums
+        return jax.jit(lambda *a: set_apart(nnx_objects.pure(function, a, names)), static_argnums=static)
 
     def plain_leaves(self, *args: Any) -> list[Any]:
         """The leaves of the arguments that are not static, on one device."""

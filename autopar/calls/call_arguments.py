@@ -400,7 +400,7 @@ class CallArguments:
                     where=f"{self.step_name}, {path}",
                     expected="an array",
                     got="a traced value: the step is called inside of jax.jit, jax.grad or another transformation",
-                    hint="transform the plain function and decorate the result",
+                    hint="transform the plain function and decorate the result; `eval_shape` of the step tells shapes",
                 )
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise DonatedStateError(

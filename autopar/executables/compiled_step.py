@@ -75,6 +75,10 @@ class Compiled(LeafwiseStep):
     def memory_analysis(self) -> Any:
         return self.executable.memory_analysis()
 
+    def cost_analysis(self) -> Any:
+        """The cost analysis of XLA, of one device."""
+        return self.executable.cost_analysis()
+
 
 def build_whole(traced: TracedStep, plan: Plan, mesh: Mesh, rules: RuleBook) -> Compiled:
     """Compiles a step as one program for the devices of a mesh.

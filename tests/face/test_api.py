@@ -53,6 +53,24 @@ def test_without_arguments():
     assert_close(step(new_mlp_state(), mlp_batch()), mlp_step(new_mlp_state(), mlp_batch()))
 
 
+def test_shapes_of_results_need_no_plan():
+    step = autopar.parallelize(mlp_step)
+    shapes = step.eval_shape(MLP_STATE, batch=MLP_BATCH)
+    assert shapes == jax.eval_shape(mlp_step, MLP_STATE, MLP_BATCH)
+    assert step.latest_plan is None
+
+
+def test_shapes_of_results_of_a_step_on_objects():
+    def step(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+        layer.bias[...] += 1.0
+        return layer(x)
+
+    layer, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)
+    shape = autopar.parallelize(step).eval_shape(layer, x)
+    assert (shape.shape, shape.dtype) == ((8, 2), jnp.float32)
+    assert not layer.bias[...].any()
+
+
 def test_with_arguments():
     @autopar.parallelize(cluster=slow_cluster())
     def step(state, batch):
@@ -367,6 +385,7 @@ def test_donated_arrays_are_gone_and_their_memory_is_reused():
     state = step.init(mlp_state, jax.random.key(0))
     one_device = sum(held_bytes(x) for x in state.values())
     assert compiled.memory_analysis().alias_size_in_bytes == one_device
+    assert compiled.cost_analysis()["flops"] > 0
     new, _ = step(state, mlp_batch())
     assert all(x.is_deleted() for x in state.values())
     assert not any(x.is_deleted() for x in new.values())

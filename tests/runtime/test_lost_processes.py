@@ -56,7 +56,7 @@ def test_a_process_that_comes_after_another_was_lost_is_told_which():
     threads = [threading.Thread(target=call.hold, daemon=True) for call in (first, second)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: 1 in first._ends)
+    wait_for(lambda: 1 in first._ends and 0 in second._ends)
     second._ends[0].shutdown(socket.SHUT_RDWR)
     wait_for(lambda: first.lost is not None)
     late.hold()
