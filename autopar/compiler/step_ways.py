@@ -14,7 +14,7 @@ from autopar.attention.checks import score_products
 from autopar.attention.kernels import Kernel, library_of
 from autopar.attention.match import chosen_note
 from autopar.common.text import text_of_bytes, text_of_s
-from autopar.cost.cost_model import least_time_s, shared_time_s
+from autopar.cost.cost_model import least_time_s
 from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import by_kernel, graph_as_written, saving_in_scans
 from autopar.frontend.recompute_in_scans import Recompute
@@ -96,7 +96,7 @@ class StepWay:
     Attributes:
         attention: The program of attention.
         scan_recompute: As of `TracedStep`.
-        least_s: The least time of a step in it as one program; inf: it is taken only where nothing else fits.
+        least_s: The least time of a step in it; inf: it is taken only where nothing else fits.
         saved_bytes: What the backward pass reads of the forward pass of the whole batch, over all devices.
         sends: Whether values wait for the backward pass in the memory of the hosts.
         kept_bytes: Of the `saved_bytes` those of scans over layers that were chosen by value; None: none were.
@@ -160,9 +160,7 @@ class StepWays:
         )
 
     def least_s(self, way: StepWay) -> float:
-        step = self.step(way)
-        plain = whole_graph(step, self.rules, self.graphs)
-        return self.graphs.of(step, ("shared time", self.cluster), lambda: shared_time_s(plain.graph, self.cluster))
+        return least_s_of(self.step(way), self.cluster, self.rules, self.graphs)
 
     def measured(self, way: StepWay) -> StepWay:
         graph = whole_graph(self.step(way), self.rules, self.graphs).graph

@@ -458,14 +458,6 @@ def least_time_s(graph: OpGraph, cluster: Cluster) -> float:
     return in_turn_s(graph.block.ops, lambda op: costs.even_s(op, cluster.num_devices))
 
 
-def shared_time_s(graph: OpGraph, cluster: Cluster) -> float:
-    """Seconds of all operations in one program, as `least_time_s` counts them but for kernels, which take their time
-    however small their part is.
-    """
-    costs = NodeCosts(graph, cost_model(cluster, LogicalMesh(axis_sizes=(cluster.num_devices,))))
-    return in_turn_s(graph.block.ops, lambda op: costs.shared_s(op, cluster.num_devices))
-
-
 def in_turn_s(ops: Iterable[Op], seconds_of: Callable[[Op], float]) -> float:
     """Seconds of operations and of those in their bodies, one after the other; of branches, the one that takes longest,
     as `compute_times_s` counts them.

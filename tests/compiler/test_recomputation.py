@@ -56,12 +56,6 @@ def tiny(monkeypatch):
         monkeypatch.setattr(sys.modules[__name__], name, size)
 
 
-def test_kernels_that_run_again_take_their_time_however_small_they_are(tiny):
-    found, as_written = plan(True, scanned=True, recipe=None), plan(True, scanned=True, recipe=None, remat="as written")
-    assert found.record.scan_recompute == "nothing"
-    assert found.predicted.step_time_s < 0.97 * as_written.predicted.step_time_s
-
-
 def test_kernels_that_copy_what_is_kept_take_as_much_as_those_that_run_again(tiny):
     with_it, without_it = plan(True, scanned=True), plan(False, scanned=True)
     assert with_it.predicted.step_time_s == pytest.approx(without_it.predicted.step_time_s, rel=0.01)
