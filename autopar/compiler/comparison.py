@@ -53,10 +53,8 @@ def notes(context: PlanningContext) -> Sequence[str]:
     pipelines = [c for c in context.candidates if isinstance(c, PipelineCandidate)]
     if pipelines:
         best = min(pipelines, key=lambda c: c.rank(context.limit_bytes))
-        if best.fits(context.limit_bytes):
-            several = len(best.choice.first_layers) > 1
-            found = "the best pipeline" if several else "the best plan of the search over stages has one stage, and"
-            texts.append(f"{found} would take {text_of_s(best.step_time_s)} ({best.text})")
-        else:
+        if not best.fits(context.limit_bytes):
             texts.append(f"the pipeline nearest to fitting needs {text_of_bytes(best.peak_bytes)} on a device")
+        elif len(best.choice.first_layers) > 1:  # one stage is a program, beside faster ones
+            texts.append(f"the best pipeline would take {text_of_s(best.step_time_s)} ({best.text})")
     return texts

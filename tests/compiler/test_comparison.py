@@ -27,15 +27,15 @@ def notes_of(stages, peak_bytes):
 
 
 @pytest.mark.parametrize(
-    ("stages", "peak_bytes", "text"),
+    ("stages", "peak_bytes", "texts"),
     [
-        (2, 50, "the best pipeline would take 1 ms (2 stages on meshes 4, 1f1b)"),
-        (1, 50, "the best plan of the search over stages has one stage, and would take 1 ms (mesh 4)"),
-        (2, 500, "the pipeline nearest to fitting needs 500 B on a device"),
+        (2, 50, ["the best pipeline would take 1 ms (2 stages on meshes 4, 1f1b)"]),
+        (1, 50, []),
+        (2, 500, ["the pipeline nearest to fitting needs 500 B on a device"]),
     ],
 )
-def test_one_stage_is_no_pipeline(stages, peak_bytes, text):
-    assert notes_of(stages, peak_bytes) == [text]
+def test_one_stage_is_no_pipeline(stages, peak_bytes, texts):
+    assert notes_of(stages, peak_bytes) == texts
 
 
 @pytest.mark.parametrize(
