@@ -54,12 +54,13 @@ def parallelize(
         cluster: The hardware to plan for, also as text (`dgx-h100x2`, `tpu-v5e:2x4`, a file of `Cluster.save`: see
             `Cluster.parse`); None takes the devices of this program.
         search: The wishes for a plan and the effort of the search, as `autopar.Search(num_microbatches=8)`.
-        batch_argnums: The arguments whose leaves hold examples. By default the first one after argument 0 that has
-            arrays other than keys of random numbers (typed, or of uint32 with a last dimension of 2), and those after
-            it with as many rows in each array; behind several NNX objects, all arguments with arrays after the last.
+        batch_argnums: The arguments whose leaves hold examples. By default the first one after argument 0 and those
+            like it (`step(params, opt_state, batch)`) that has arrays other than keys of random numbers (typed, or of
+            uint32 with a last dimension of 2), and those after it with as many rows in each array; behind several NNX
+            objects, all arguments with arrays after the last.
         donate_argnums: The arguments that the step replaces; their memory is reused for the results that replace them.
-            By default argument 0, if a result is its old value changed, as gradients are not. Where there are NNX
-            objects, the default is those that the step changes.
+            By default argument 0, those like it and others in front of the batch, of which a result is the old value
+            changed, as gradients are not. Where there are NNX objects, the default is those that the step changes.
         static_argnums: Arguments that are not arrays; each value of them is a step of its own. By default none.
         batch_argnames, donate_argnames, static_argnames: The same by name, also for keyword-only arguments; the first
             two replace the defaults, or extend given argument numbers.

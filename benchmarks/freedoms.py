@@ -62,6 +62,7 @@ the search missed it."""
 
 def planned(step: str, cluster: str) -> dict[str, Any]:
     """The steps in seconds of each way in each share of the memory; None where no plan fits."""
+    from autopar.compiler.step_ways import StepWays
     from autopar.intra_op.saved_values import LayerValues, SavedChoice
     from benchmarks.decoder_grid.__main__ import case_of
 
@@ -85,7 +86,8 @@ def planned(step: str, cluster: str) -> dict[str, Any]:
         limit_bytes = int(share * peak_bytes)
         plans = {DEFAULT: plan(limit_bytes, autopar.Search())}
         plans |= {name: plan(limit_bytes, search) for name, search in WITHOUT.items()}
-        with mock.patch.object(LayerValues, "choices", return_value=by_policy):
+        fixed = mock.patch.object(LayerValues, "choices", return_value=by_policy)
+        with fixed, mock.patch.object(StepWays, "within", return_value=None):  # which chooses by value between them
             plans[WITHOUT_VALUES] = plan(limit_bytes, autopar.Search())
         plans[OFFLOAD] = plan(limit_bytes, autopar.Search(attention="kernel"), _offloaded(plans[DEFAULT]))
         found[f"{share:.0%}"] = {name: p and p.predicted.step_time_s for name, p in plans.items()}

@@ -26,7 +26,7 @@ from autopar.errors import InvalidArgumentError
 from autopar.executables.compiled_step import CompiledStep
 from autopar.executables.step_leaves import share_memory
 from autopar.frontend.callbacks import with_callbacks_as_results
-from autopar.frontend.continued_state import continues
+from autopar.frontend.continued_state import continued_arguments
 from autopar.frontend.static_leaves import RawLeaves, StaticLeaf, static_leaves
 from autopar.frontend.tracing import is_weak, tie_state, trace
 from autopar.ir.traced_step import TracedStep
@@ -147,12 +147,8 @@ def trace_call(
         for sentence in nnx_objects.idle_optimizers(traced, dynamic, names):
             warn(sentence)
     else:
-        if arguments.donates_by_default and traced.tied and not continues(traced):
-            note = (
-                f"nothing of argument {names[donate[0]]!r} is donated: what the step returns in its shapes is not its "
-                "old value changed (gradients are not). donate_argnums=(0,) donates it"
-            )
-            traced, donate = dataclasses.replace(traced, tied={}, donated=frozenset(), notes=(note,)), ()
+        if arguments.donates_by_default and donate:
+            traced, donate = _donating_what_continues(traced, donate, names)
         if arguments.has_default_batch and batch:
             _check_default_roles(traced, dynamic, names, batch[0], arguments)
     for sentence, is_only_read in untied_arguments(traced, names, donate):
@@ -167,6 +163,27 @@ def trace_call(
         batch=frozenset(batch),
     )
     return traced, trees
+
+
+def _donating_what_continues(
+    traced: TracedStep, donate: tuple[int, ...], names: Sequence[str]
+) -> tuple[TracedStep, tuple[int, ...]]:
+    """A step that donates those arguments alone that its results continue; the first also where no result is like it,
+    which is told elsewhere.
+    """
+    continued, returned = continued_arguments(traced), {traced.argument_of[leaf] for leaf in traced.tied}
+    first = donate[0]
+    kept = tuple(i for i in donate if i in continued or (i == first and i not in returned))
+    notes = traced.notes
+    if first not in kept:
+        notes += (
+            f"nothing of argument {names[first]!r} is donated: what the step returns in its shapes is not its old "
+            "value changed (gradients are not). donate_argnums=(0,) donates it",
+        )
+    of = traced.argument_of
+    tied = {leaf: result for leaf, result in traced.tied.items() if of[leaf] in kept}
+    donated = frozenset(leaf for leaf in traced.donated if of[leaf] in kept)
+    return dataclasses.replace(traced, tied=tied, donated=donated, notes=notes), kept
 
 
 def _check_default_roles(

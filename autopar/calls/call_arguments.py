@@ -264,8 +264,9 @@ class CallArguments:
 
     def batch_argnums(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the arguments that hold examples: as the options say; by default the first one with arrays
-        after argument 0 and the last NNX object, and those after it with as many rows in each array; behind several
-        objects all that have arrays. Keys of random numbers and single numbers are no examples.
+        after argument 0, those like it and the last NNX object, and those after it with as many rows in each array;
+        behind several objects all that have arrays. Keys of random numbers and single numbers are no examples; nor is
+        what has arrays of several sizes in front of an argument whose arrays all have another number of rows.
         """
         numbers, objects = self._options.batch_argnums, nnx_objects.numbers_of_objects(args)
         if not isinstance(numbers, Unnamed):
@@ -279,10 +280,26 @@ class CallArguments:
             return tuple(holding or arrays)
         if not holding:
             return numbers
-        first, *others = holding
-        if len(rows[first]) > 1 or self._options.batch_axis is not None:
+        alike = self.like_state(args)
+        first, *others = [i for i in holding if i not in alike] or holding
+        if self._options.batch_axis is not None:
             return (first,)
+        if len(rows[first]) > 1:
+            even = [i for i in others if len(rows[i]) == 1 and not rows[i] <= rows[first]]
+            first, *others = even or [first]
         return (first, *(i for i in others if rows[i] == rows[first]))
+
+    def like_state(self, args: Sequence[Any]) -> frozenset[int]:
+        """The numbers of the arguments most of whose arrays have the name and the shape of one of argument 0, as the
+        state of an optimizer and other parameters have; none where argument 0 is a single array.
+        """
+        if not args or self._options.static_argnums or nnx_objects.numbers_of_objects(args):
+            return frozenset()
+        known = _named_shapes(args[0])
+        if len(known) < 2:
+            return frozenset()
+        named = {i: _named_shapes(arg) for i, arg in enumerate(args) if i}
+        return frozenset(i for i, own in named.items() if 2 * sum(each in known for each in own) > len(own))
 
     @property
     def has_default_batch(self) -> bool:
@@ -344,10 +361,14 @@ class CallArguments:
         )
 
     def donated_numbers(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The numbers of the donated dynamic arguments; none where the step follows one made of another function."""
-        numbers = self._options.donate_argnums
+        """The numbers of the donated dynamic arguments; none where the step follows one made of another function. By
+        default the NNX objects, else argument 0, those like it, and others in front of the batch: of these what the
+        step's results continue.
+        """
+        numbers: Sequence[int] = self._options.donate_argnums
         if isinstance(numbers, Unnamed):
-            numbers = nnx_objects.numbers_of_objects(args) or numbers
+            front = range(1, min(self.batch_argnums(args), default=0))
+            numbers = nnx_objects.numbers_of_objects(args) or (*numbers, *sorted({*front, *self.like_state(args)}))
         follow = self._options.follow
         return self._dynamic_numbers(numbers if follow is None or follow.donates else (), len(args))
 
@@ -428,6 +449,12 @@ def _arrays(argument: Any) -> list[Any]:
 def _rows(argument: Any) -> set[int]:
     """The sizes of the first dimension of the arrays of an argument."""
     return {np.shape(leaf)[0] for leaf in _arrays(argument)}
+
+
+def _named_shapes(argument: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The last name on the way to each array of an argument, and its shape."""
+    paths = jax.tree_util.tree_leaves_with_path(argument)
+    return [(str(path[-1:]), shape) for path, leaf in paths if (shape := np.shape(leaf))]
 
 
 def _is_keys_alone(argument: Any) -> bool:

@@ -131,12 +131,13 @@ def has_router(graph: OpGraph, values: Mapping[int, Value]) -> bool:
 def _role(plan: ShardingPlan, graph: OpGraph, values: Mapping[int, Value], axis: int) -> str | None:
     work: dict[str, float] = collections.defaultdict(float)
     has_products = False
+    of_passes = graph.forward_role is not Role.UPDATE  # a step without gradients is all forward
     for op in graph.ops():
         strategy = plan.strategy.get(op.id)
         if (
             strategy is None
             or op.kind is not OpKind.EQUATION
-            or op.role is Role.UPDATE
+            or (op.role is Role.UPDATE and of_passes)
             or op.primitive not in MATRIX_PRODUCTS
         ):
             continue

@@ -16,19 +16,24 @@ from autopar.plan.schema import OptionValue
 # A value of an option; None: XLA's own.
 Requested = tuple[tuple[str, OptionValue | None], ...]
 _WHERE = "Search(compiler_options=...)"
+# Copies to the memory of the host, and from there, that may be on their way at once; as many as MaxText allows for
+# offloading. Left to itself, libtpu 0.0.42.1 has a program for TPU7x wait for copies of 16 MiB, though not of 8 MiB.
+HOST_COPIES = 24
 # The options of these compilers have one table: each knows those of the other, and no more.
 _SHARING = (Platform.CPU, Platform.GPU)
 
 
 def assumed_options(platform: Platform, largest_axis: int = 1) -> dict[str, OptionValue]:
     """The options that say what `stream_simulator.overlap_of` says: collectives run beside computation, and are
-    combined up to a size. But for that of reduce-scatters, they are the defaults of jaxlib 0.10.2 and libtpu 0.0.42
-    (programs compiled with them are the same), and hold here whatever a later version or `XLA_FLAGS` has.
+    combined up to a size; copies to the host and from there do so too. But for those of reduce-scatters and of copies,
+    they are the defaults of jaxlib 0.10.2 and libtpu 0.0.42 (programs compiled with them are the same), and hold here
+    whatever a later version or `XLA_FLAGS` has.
 
     `largest_axis`: the devices of the largest axis of the plan's meshes.
 
     Sources: "GPU performance tips" (docs.jax.dev/en/latest/gpu_performance_tips.html) for the scheduler and the combine
-    thresholds; "XLA flags guidance" (openxla.org/xla/flags_guidance), "v5e/Async", for asynchronous gathers on TPU.
+    thresholds; "XLA flags guidance" (openxla.org/xla/flags_guidance), "v5e/Async", for asynchronous gathers on TPU;
+    MaxText, benchmarks/xla_flags_library.py, for copies.
     """
     if platform is Platform.GPU:
         return {
@@ -41,6 +46,7 @@ def assumed_options(platform: Platform, largest_axis: int = 1) -> dict[str, Opti
             "xla_tpu_enable_async_collective_fusion": True,
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
             "xla_enable_async_collective_permute": True,
+            "xla_tpu_host_transfer_overlap_limit": HOST_COPIES,
         }
     return {}
 

@@ -92,7 +92,7 @@ def cost_model(cluster: Cluster, mesh: LogicalMesh) -> CostModel:
         compiler=dataclasses.replace(
             compiler_for(platform, jax_version()), vector_memory_bytes=cluster.device.vector_memory_bytes
         ),
-        overlap=overlap_of(platform, max(mesh.axis_sizes), hides_host_copies=cluster.device.hides_host_copies),
+        overlap=overlap_of(platform, max(mesh.axis_sizes)),
     )
 
 

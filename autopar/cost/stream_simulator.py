@@ -396,7 +396,7 @@ class Overlap:
     slices_ahead: bool = False
 
 
-def overlap_of(platform: Platform, largest_axis: int = 1, *, hides_host_copies: bool = True) -> Overlap:
+def overlap_of(platform: Platform, largest_axis: int = 1) -> Overlap:
     """What XLA does for a platform under the options of a plan (`compiler_options`) whose largest mesh axis has so many
     devices.
 
@@ -404,9 +404,8 @@ def overlap_of(platform: Platform, largest_axis: int = 1, *, hides_host_copies: 
     That for reduce-scatters counts results too, which are a part of what is sent: at the default, those of a whole
     backward pass become one that starts at its end. Here they are combined up to as many bytes of their operands, over
     the largest axis. TPU reductions hold up computing, however they are combined. Copies between the memories of a
-    device and its host are a start and a `done` in programs for both, with computing in between where the device
-    `hides_host_copies`. In a scan for TPU a turn starts that of the next turn's slice (seen for v6e,
-    libtpu 0.0.42.1, and taken for the TPUs before it).
+    device and its host are a start and a `done` in programs for both, with computing in between. In a scan for TPU a
+    turn starts that of the next turn's slice (seen for v6e and TPU7x, libtpu 0.0.42.1, and taken for the TPUs before).
     """
     if platform is Platform.GPU:
         combined_bytes = 30 << 20
@@ -414,13 +413,11 @@ def overlap_of(platform: Platform, largest_axis: int = 1, *, hides_host_copies: 
             kinds=frozenset(PLANNED_KINDS),
             combined_bytes=combined_bytes,
             scattered_bytes=combined_bytes // largest_axis,
-            host_copies=hides_host_copies,
+            host_copies=True,
         )
     if platform is Platform.TPU:
         apart = {CollectiveKind.ALL_GATHER, CollectiveKind.COLLECTIVE_PERMUTE}
-        return Overlap(
-            kinds=frozenset(apart), combined_bytes=0, host_copies=hides_host_copies, slices_ahead=hides_host_copies
-        )
+        return Overlap(kinds=frozenset(apart), combined_bytes=0, host_copies=True, slices_ahead=True)
     return Overlap(kinds=frozenset(), combined_bytes=0)
 
 

@@ -65,10 +65,10 @@ def fewer_examples(planned: TracedStep, traced: TracedStep) -> tuple[int, int] |
     fields = ("in_tree", "out_tree", "tied", "donated", "batch", "example_dims", "argument_of")
     if any(getattr(planned, name) != getattr(traced, name) for name in fields):
         return None
-    if all(planned.example_dim(i) is None for i in planned.batch):
-        return None
-    planned_examples = num_examples(planned)
-    leaves = example_leaves(planned)
+    of_dims = ((i, planned.example_dim(i)) for i in planned.batch)
+    if not any(planned.in_avals[i].shape[dim] for i, dim in of_dims if dim is not None):
+        return None  # no array has examples, or all are empty
+    planned_examples, leaves = num_examples(planned), example_leaves(planned)
     for i, (a, b) in enumerate(zip(planned.in_avals, traced.in_avals, strict=True)):
         fewer = [d for d, sizes in enumerate(zip(a.shape, b.shape, strict=False)) if len(set(sizes)) > 1]
         are_examples = len(a.shape) == len(b.shape) and fewer in ([], [leaves.get(i)])

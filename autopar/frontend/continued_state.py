@@ -36,10 +36,11 @@ _COLLECTIVE = frozenset({
 _IN_PLACE = frozenset({"optimization_barrier", "device_put"})
 
 
-def continues(traced: TracedStep) -> bool:
-    """Whether of at least one donated leaf the result that would replace it continues it."""
+def continued_arguments(traced: TracedStep) -> frozenset[int]:
+    """The donated arguments that results continue: of at least one leaf that which would replace it does."""
     results = _Results(traced.jaxpr)
-    return any(leaf in results.reached_from(result) for leaf, result in traced.tied.items())
+    tied = traced.tied.items()
+    return frozenset(traced.argument_of[leaf] for leaf, result in tied if leaf in results.reached_from(result))
 
 
 class _Results:

@@ -91,7 +91,6 @@ class DeviceKind:
             (VMEM of TPUs, without what kernels have for themselves); zero where it keeps none, or that is not known.
         host_link_bytes_per_s: Rate, one way, at which one device copies from pinned memory of its host, or to it; None
             where it is not known, so that nothing can be kept there.
-        hides_host_copies: Whether its compiler has such copies run beside computing.
         gathers_by_all_reduce: Whether its compiler gathers over all devices of a closed torus of three dimensions by an
             all-reduce of zeros and each device's own part.
         operation_times: Of a step that was timed on such a device, what its kinds of operations take beside what all
@@ -114,7 +113,6 @@ class DeviceKind:
     attention_shares: tuple[tuple[int, float, float], ...] | None = None
     vector_memory_bytes: int = 0
     host_link_bytes_per_s: float | None = None
-    hides_host_copies: bool = True
     gathers_by_all_reduce: bool = False
     operation_times: tuple[OperationTimes, ...] = ()
 

@@ -341,7 +341,7 @@ TPU_V5P = dataclasses.replace(
 )
 # What is left of libtpu's rates in a run (`benchmarks.calibrate`: of AI-Hypercomputer's tpu-recipes Llama 8B on 8 and
 # 70B on 32 of v6e, 70B on 64 and 405B on 256 chips of TPU7x in 16 bits).
-_V6E_SUSTAINED, _TPU7X_SUSTAINED = 0.80, 0.90
+_V6E_SUSTAINED, _TPU7X_SUSTAINED = 0.80, 0.864
 TPU_V6E = dataclasses.replace(
     _V6E_HOST.of(
         _tpu("TPU v6e", half=918.0, int8=1836.0, memory_gb=32, memory_gb_per_s=1638.0, matrix_unit=256, vector_mib=96)
@@ -349,15 +349,12 @@ TPU_V6E = dataclasses.replace(
     sustained_share=_V6E_SUSTAINED,
 )
 # jax makes two devices of a chip, its two chiplets: each half of the chip's 2307 and 4614 Tflop/s, 192 GiB and 7380
-# GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host. libtpu 0.0.42.1 ends copies to
-# the host's memory, and from there, right where they start (scans over layers, 2x2x1 chips); for v6e they run
-# beside a layer.
+# GB/s (Google Cloud's page on TPU7x). It lists no rate of int8, and no link to the host.
 TPU7X = dataclasses.replace(
     _TPU7X_HOST.of(
         _tpu("TPU7x", half=2307.0 / 2, float8=4614.0 / 2, memory_gb=103.0, memory_gb_per_s=7380.0 / 2, matrix_unit=256)
     ),
     sustained_share=_TPU7X_SUSTAINED,
-    hides_host_copies=False,
 )
 
 # Prefix of what jax calls a device (`Device.device_kind`) -> kind; the first that matches counts.

@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -331,6 +332,55 @@ def test_parameters_beside_the_batch_are_no_examples():
     step, state = made(distilled), new_mlp_state()
     plan = step.plan(state, mlp_batch(), new_mlp_state())
     assert {argument.path.split("[")[0] for argument in plan.record.arguments if argument.kind == "batch"} == {"batch"}
+
+
+OPTIMIZERS = {
+    "Adam": optax.adam(1e-2, eps=1e-3),
+    "SGD": optax.sgd(1e-2),
+    "accumulated": optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2),
+    "Adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),  # whose arrays have other shapes
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_beside_the_parameters_is_state(name):
+    optimizer = OPTIMIZERS[name]
+
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mlp_loss)(params, {"x": x, "y": y})
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    x, y = mlp_batch(24).values()
+    parallel, ours, expected = made(step), new_mlp_state(), new_mlp_state()
+    of_ours, of_expected = optimizer.init(ours), optimizer.init(expected)
+    has_arrays = any(np.ndim(leaf) for leaf in jax.tree.leaves(of_ours))
+    trees = parallel.plan(ours, of_ours, x, y).trees
+    assert (trees.donated, trees.batch) == ({0, 1} if has_arrays else {0}, {2, 3})
+    for _ in range(2):
+        ours, of_ours, loss = parallel(ours, of_ours, x, y)
+        expected, of_expected, wanted = jax.jit(step)(expected, of_expected, x, y)
+        assert_close((ours, of_ours, loss), (expected, of_expected, wanted), 1e-5)
+
+
+def test_parameters_that_a_step_only_reads_are_neither_donated_nor_the_batch():
+    def step(params, average, reference, batch):
+        aim = mlp_loss(reference, batch)
+        params, metrics = updated(params, batch, 0.1 * aim)
+        return params, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params), metrics
+
+    trees = made(step).plan(new_mlp_state(), new_mlp_state(), new_mlp_state(), mlp_batch()).trees
+    assert (trees.donated, trees.batch) == ({0, 1}, {3})
+
+
+def test_a_teacher_of_other_widths_in_front_of_the_batch_is_no_batch():
+    def step(params, teacher, batch):
+        return updated(params, batch | {"y": jnp.tanh(batch["x"] @ teacher["in"]) @ teacher["out"]}, 0.1)
+
+    batch = mlp_batch()
+    teacher = {"in": jnp.ones((batch["x"].shape[1], 5)), "out": jnp.ones((5, batch["y"].shape[1]))}
+    trees = made(step).plan(new_mlp_state(), teacher, batch).trees
+    assert (trees.donated, trees.batch) == ({0}, {2})
 
 
 @pytest.mark.parametrize("way", ["free", "micro-batches", "recipe", "saved"])

@@ -195,3 +195,19 @@ def test_experts_are_those_among_which_a_router_chooses(model, role):
     assert plan.record.axis_roles == ((role,),)
     words = {"expert": "the experts split over 4", "stack": "the stacked matrices split over 4"}
     assert words[role] in str(plan).partition("\nStep")[0].replace("\n", " ")
+
+
+def test_devices_that_try_other_perturbations_do_not_do_the_same_work():
+    def step(state, batch):
+        key, used = jax.random.split(state["key"])
+
+        def of_one(key):
+            noise = jax.random.normal(key, state["w"].shape)
+            return jnp.mean((batch["x"] @ (state["w"] + 0.1 * noise)) ** 2), noise
+
+        losses, noises = jax.vmap(of_one)(jax.random.split(used, 16))
+        return {"w": state["w"] - 0.01 * jnp.tensordot(losses - losses.mean(), noises, 1), "key": key}, losses.mean()
+
+    state = {"w": normal(256, 256), "key": jax.random.key(0)}
+    plan = autopar.plan(step, state, {"x": normal(2048, 256)}, cluster=autopar.Cluster.local(DEVICES, measured=False))
+    assert "do the same work" not in str(plan)

@@ -16,6 +16,18 @@ from tests.calls.test_calls import RECIPES, parallel
 WAYS = RECIPES | {"sharded state": autopar.recipes.zero(3), "two axes": autopar.recipes.combine(dp=4, tp=2)}
 
 
+def test_batches_behind_an_empty_one():
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * grads, loss
+
+    found, w = autopar.parallelize(step, cache_dir=None), jnp.ones((8, 4))
+    assert [float(found(jnp.ones((8, 4)), jnp.ones((n, 8)))[1]) for n in (32, 16, 33)] == [64.0] * 3
+    assert np.isnan(found(jnp.ones((8, 4)), jnp.ones((0, 8)))[1])
+    for n in (8, 40):
+        steps.assert_close(found(jnp.ones((8, 4)), jnp.ones((n, 8))), jax.jit(step)(w, jnp.ones((n, 8))))
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", WAYS.values(), ids=WAYS)
 def test_a_short_last_batch(recipe, caplog):

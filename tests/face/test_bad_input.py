@@ -467,28 +467,28 @@ def test_a_time_limit_that_is_none_is_refused(seconds):
         parallel.replan(new_mlp_state(), mlp_batch(), time_limit_s=seconds)
 
 
-def _momentum_step(params, velocity, batch):
-    grads = jax.grad(lambda p: jnp.mean((batch["x"] @ p["up"] @ p["down"]) ** 2))(params)
-    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
-    return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity
-
-
 def test_state_in_the_place_of_the_batch_is_refused():
     """Its leaves have no number of examples in common, and the step returns them anew."""
     state = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 8))}
-    batch = {"x": jnp.ones((8, 16))}
-    expected = re.escape("autopar.parallelize(_momentum_step, batch_argnums=(2,), donate_argnums=(0, 1))")
-    with pytest.raises(errors.InvalidArgumentError, match=expected):
-        small(_momentum_step)(state, state, batch)
+    rows, batch = {"sums": jnp.ones((16,)), "more": jnp.ones((32,))}, {"x": jnp.ones((16, 16))}
 
-    def with_key(params, velocity, batch, key):
-        return _momentum_step(params, velocity, {"x": batch["x"] * jax.random.bernoulli(key, 0.5, (8, 16))})
+    def step(params, rows, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch["x"] @ p["up"] @ p["down"]) ** 2))(params)
+        rows = {"sums": rows["sums"] + grads["up"].sum(1), "more": rows["more"] + grads["down"].sum(1)}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rows
+
+    expected = re.escape("autopar.parallelize(step, batch_argnums=(2,), donate_argnums=(0, 1))")
+    with pytest.raises(errors.InvalidArgumentError, match=expected):
+        small(step)(state, rows, batch)
+
+    def with_key(params, rows, batch, key):
+        return step(params, rows, {"x": batch["x"] * jax.random.bernoulli(key, 0.5, (16, 16))})
 
     with pytest.raises(errors.InvalidArgumentError, match=r"batch_argnums=\(2,\), donate_argnums=\(0, 1\)"):
-        small(with_key)(state, state, batch, jax.random.key(0))
-    told = small(_momentum_step, batch_argnums=(2,), donate_argnums=(0, 1), cache_dir=None)
-    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
-    assert_close(told(*copies, batch), jax.jit(_momentum_step)(state, state, batch))
+        small(with_key)(state, rows, batch, jax.random.key(0))
+    told = small(step, batch_argnums=(2,), donate_argnums=(0, 1), cache_dir=None)
+    copies = [jax.tree.map(jnp.copy, each) for each in (state, rows)]
+    assert_close(told(*copies, batch), jax.jit(step)(state, rows, batch))
 
 
 def test_an_output_like_the_examples_is_no_reason_to_refuse():

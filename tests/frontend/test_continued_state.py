@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from autopar.frontend.continued_state import continues
+from autopar.frontend.continued_state import continued_arguments
 from autopar.frontend.tracing import trace
 
 BATCH = {"x": jnp.ones((16, 8)), "y": jnp.ones((16, 8))}
@@ -40,7 +40,7 @@ def continued(function, *args):
     names = ["state", "batch", *(f"argument {i}" for i in range(2, len(args)))]
     traced = trace(function, args, names=names, donate=(0,), batch=(1,))
     assert traced.tied, "a result has the tree and the shapes of the state"
-    return continues(traced)
+    return bool(continued_arguments(traced))
 
 
 # Gradients.
