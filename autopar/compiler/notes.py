@@ -46,15 +46,15 @@ def batch_notes(traced: TracedStep, record: PlanRecord) -> Iterator[str]:
         examples = traced.in_avals[leaf].shape[dim]
         most, more = -(-examples // traced.uneven_over), -(-examples // traced.uneven_over) * traced.uneven_over
         yield f"{examples} examples are split unevenly: at most {most} on a device, of which {more} take as long"
-    if alike == 1 or not leaves or not all(traced.in_avals[i].size for i in leaves):
-        return
     by_loop = loops_over_first(traced) and not any(traced.example_dims.values())
+    is_whole = by_loop and summary.stage_mesh(record, 0).num_devices > 1 and not summary.splits_batch(record)
+    if (alike == 1 and not is_whole) or not leaves or not all(traced.in_avals[i].size for i in leaves):
+        return
     if by_loop or not any(traced.example_dim(i) is not None for i in leaves):
         reason = "a loop goes over its first dimension" if by_loop else "its leaves are said to hold no examples"
-        yield (
-            f"{summary.BATCH_WHOLE}: {reason}, and {alike} devices do the same work; name the dimension that counts "
-            "examples: parallelize(batch_axis=...)"
-        )
+        same = f", and {alike} devices do the same work" if alike > 1 else ""
+        dimension = "name the dimension that counts examples: parallelize(batch_axis=...)"
+        yield f"{summary.BATCH_WHOLE}: {reason}{same}; {dimension}"
         return
     leaf, dim = next(iter(example_leaves(traced).items()))
     parts = 1 if record.pipeline is None else record.pipeline.num_microbatches

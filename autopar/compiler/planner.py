@@ -99,7 +99,7 @@ def advised(context: PlanningContext) -> list[SpmdCandidate | Rejection]:
         return []
     conflict = _conflict(context.request) or ("pins" if context.request.pins is not None else "")
     if conflict:
-        return [_not_weighed(f"{conflict} were requested")]
+        return [_not_weighed(f"the request has {conflict}")]
     if context.deadline.passed:
         return [_not_weighed(context.deadline.text)]
     try:

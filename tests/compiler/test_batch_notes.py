@@ -71,6 +71,14 @@ def test_a_loop_over_the_first_dimension():
     assert "batch_axis" in plan.record.notes[0]
 
 
+def test_a_loop_over_the_first_dimension_where_devices_share_the_work_otherwise():
+    """ZeRO splits the matrices then, as no examples are known."""
+    plan = plan_of(along_steps, (3, 16, WIDTH), plan=recipes.zero(3))
+    assert "the matrices split over 8" in str(plan).replace("\n", " ")
+    expected = "the batch is not split: a loop goes over its first dimension; name the dimension that counts examples"
+    assert plan.record.notes[0].startswith(expected)
+
+
 def test_no_note_where_the_batch_is_split():
     plan = plan_of(mean, (16, WIDTH), plan=recipes.data_parallel())
     assert not any(note.startswith("the batch is not split") for note in plan.record.notes)

@@ -50,6 +50,13 @@ def test_a_short_last_batch(recipe, caplog):
     assert "plan for 16 examples" in str(short)
 
 
+def test_a_batch_that_divides_into_more_micro_batches_alone_is_told_of():
+    step = parallel(steps.mlp_step, autopar.recipes.pipeline(2, num_microbatches=4))
+    notes = [step.plan(steps.new_mlp_state(), steps.mlp_batch(n)).record.notes for n in (16, 12, 13)]
+    assert not any("are cut into" in note for of_batch in notes[:2] for note in of_batch)
+    assert "13 are cut into 13 micro-batches, as they divide into no larger ones of at most 4" in notes[2][-1]
+
+
 def test_the_batch_is_split_as_far_as_it_divides():
     step = parallel(steps.mlp_step, autopar.recipes.combine(dp=4, tp=2))
     state = steps.new_mlp_state()
