@@ -61,7 +61,7 @@ def for_short_batch(plan: Plan, planned: TracedStep, traced: TracedStep, rules: 
     if cut is not None and of_plan is not None and cut.num_microbatches > of_plan.num_microbatches:
         note += (
             f"; {examples[1]} are cut into {cut.num_microbatches} micro-batches, as they divide into no larger ones of "
-            f"at most {examples[0] // of_plan.num_microbatches}, and take longer: add examples of weight zero in the loss"
+            f"at most {examples[0] // of_plan.num_microbatches}, and take longer: add some of weight zero in the loss"
         )
     return Plan(dataclasses.replace(record, fingerprint=traced.fingerprint), plan.trees).with_note(note)
 
