@@ -52,6 +52,7 @@ NONE = {
     "microbatch.forms._MOST_POWERS": "a limit of what is followed: beyond it weights are found anew",
     "attention.reader.LONGEST": "a limit of what is followed: beyond it an array stays one",
     "passes.scan_stacks.MOST_STACKS": "a limit of what is followed: further loops stay whole",
+    "cost.compiler_options.HOST_COPIES": "an option of libtpu's: changes no plan",
     "cost.roofline._REAL_PRODUCTS": "of a product of complex numbers",
     "kernels.grouped.WHOLE": "the only part of one",
     "kernels.ragged_experts.RESULT": "a mark, not a size",
