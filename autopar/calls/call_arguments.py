@@ -225,6 +225,7 @@ class CallArguments:
 
     def __init__(self, name: str, signature: Signature, options: StepOptions) -> None:
         self.step_name, self._signature, self._options = name, signature, options
+        self._alike: dict[Any, frozenset[int]] = {}  # by the structure and the shapes of arguments
 
     @property
     def cuts_steps(self) -> bool:
@@ -280,7 +281,7 @@ class CallArguments:
             return tuple(holding or arrays)
         if not holding:
             return numbers
-        alike = self.like_state(args)
+        alike = self.like_state(args) if len(holding) > 1 else frozenset()
         first, *others = [i for i in holding if i not in alike] or holding
         if self._options.batch_axis is not None:
             return (first,)
@@ -295,11 +296,13 @@ class CallArguments:
         """
         if not args or self._options.static_argnums or nnx_objects.numbers_of_objects(args):
             return frozenset()
-        known = _named_shapes(args[0])
-        if len(known) < 2:
-            return frozenset()
-        named = {i: _named_shapes(arg) for i, arg in enumerate(args) if i}
-        return frozenset(i for i, own in named.items() if 2 * sum(each in known for each in own) > len(own))
+        leaves, structure = jax.tree.flatten(tuple(args))
+        key = structure, tuple(map(np.shape, leaves))
+        if key not in self._alike:  # which each step of several processes asks for
+            known, named = set(_named_shapes(args[0])), {i: _named_shapes(arg) for i, arg in enumerate(args) if i}
+            alike = (i for i, own in named.items() if 2 * sum(each in known for each in own) > len(own))
+            self._alike[key] = frozenset(alike if len(known) > 1 else ())
+        return self._alike[key]
 
     @property
     def has_default_batch(self) -> bool:
