@@ -7,24 +7,24 @@ from importlib import metadata
 # Python imports this package before `python -m autopar.launch`, which starts processes and needs neither the compiler
 # nor JAX. While Python looks for a module that it is to run, argv[0] is "-m".
 if not (sys.argv[:1] == ["-m"] and ("-m", "autopar.launch") in itertools.pairwise(sys.orig_argv)):
-    from autopar import checkpoint, data, distributed, errors, recipes
+    from autopar import checkpoint, data, distributed, errors, mixed_precision, recipes
     from autopar.api import parallelize, plan
     from autopar.benching import Bench, bench
-    from autopar.calls.search import Search
-    from autopar.executables.compiled_step import Compiled
+    from autopar.execute.compiled_step import Compiled
+    from autopar.execute.search import Search
     from autopar.fitting import Fitting, fit
     from autopar.hardware.cluster import Cluster, DeviceKind, Fabric, Link
     from autopar.initialization import initialize
-    from autopar.kernels.call import kernel
-    from autopar.kernels.known import known_kernel
     from autopar.lint_report import Lint
     from autopar.linting import lint
     from autopar.measuring import StepMeasurement, measure
-    from autopar.mixed_precision.policy import precision
-    from autopar.monitoring.monitor import Monitor
+    from autopar.ops.kernels.call import kernel
+    from autopar.ops.kernels.known import known_kernel
     from autopar.plan.plan import Plan
     from autopar.recipes.recipe import constrain
     from autopar.step import Step
+    from autopar.train.mixed_precision.policy import precision
+    from autopar.train.monitoring.monitor import Monitor
     from autopar.transferring import transfer
     from autopar.tuning import Timed, Tuning, tune
     from autopar.verification import Verification, verify
@@ -63,6 +63,7 @@ __all__ = [
     "known_kernel",
     "lint",
     "measure",
+    "mixed_precision",
     "parallelize",
     "plan",
     "precision",

@@ -42,10 +42,10 @@ from types import FrameType
 from typing import Any
 
 import autopar
-from autopar.command_line import commands
-from autopar.command_line.kept_files import Kind
+from autopar import commands
 from autopar.common.text import TextFormat
 from autopar.errors import AutoparError
+from autopar.kept_files import Kind
 
 LATER_S = 0.1  # until a signal that came at a bad moment is taken
 

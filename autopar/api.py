@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.calls.batches import checked_mode
-from autopar.calls.call_arguments import DEFAULT_ARGNUMS, StepOptions
-from autopar.calls.nnx_objects import unwrapped
-from autopar.calls.plan_sources import DEFAULT_CACHE
-from autopar.calls.search import FIELDS as SEARCH_FIELDS
-from autopar.calls.search import Search, checked_search
 from autopar.errors import InvalidArgumentError
+from autopar.execute.batches import checked_mode
+from autopar.execute.call_arguments import DEFAULT_ARGNUMS, StepOptions
+from autopar.execute.nnx_objects import unwrapped
+from autopar.execute.plan_sources import DEFAULT_CACHE
+from autopar.execute.search import FIELDS as SEARCH_FIELDS
+from autopar.execute.search import Search, checked_search
 from autopar.hardware.cluster import Cluster
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan

@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from autopar.api import as_step
-from autopar.attention.checks import has_attention
-from autopar.calls import nnx_objects
 from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import PLAIN, TextConsole, TextFormat
-from autopar.compiler.materialize import check_plan
-from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError, InvalidArgumentError
+from autopar.execute import nnx_objects
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Dimension, Purpose
 from autopar.ir.traced_step import TracedStep
-from autopar.manual.making import Made, made_of, outcome_of
-from autopar.manual.walks import Attempt, Problem, Walk
-from autopar.manual.ways import QUICK, WAYS, applicable, way_called
-from autopar.microbatch.smaller_step import num_examples
+from autopar.ops.attention.checks import has_attention
+from autopar.passes.smaller_step import num_examples
 from autopar.plan.bench import SEARCH, BenchRow, by_cluster, line_of, ranked, setting_of, write
 from autopar.plan.context import StepGraphs
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Plan
 from autopar.recipes import Recipe
 from autopar.recipes.parse import recipe_of
+from autopar.recipes.walks import Attempt, Problem, Walk
+from autopar.recipes.ways import QUICK, WAYS, Made, applicable, made_of, outcome_of, way_called
+from autopar.search.materialize import check_plan
+from autopar.search.step_ways import whole_graph
 from autopar.step import Step
 from autopar.step_views import on_cluster, planning_problem_of, problem_of_shapes, save_rules, with_plan
 from autopar.tuning import FAILURES, Turn, alternate, check_one_process, program_of, quartiles, reason_of, turn_of
@@ -65,7 +64,7 @@ class Bench:
 
     def report(self, path: str | Path) -> None:
         """Writes the comparison as one page for a browser, which needs no network and no other file."""
-        from autopar.plan.report.page import bench_of  # its templates are loaded where a page is wanted
+        from autopar.plan.page import bench_of  # its templates are loaded where a page is wanted
 
         Path(path).write_text(bench_of(self.step, self.rows), encoding="utf-8")
 

@@ -21,7 +21,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.api import as_step
-from autopar.calls import nnx_objects
 from autopar.common.jax_compat import evaluated, variables_of
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_interval_s, text_of_s
 from autopar.errors import (
@@ -31,11 +30,12 @@ from autopar.errors import (
     expect_one_of,
     expect_positive,
 )
+from autopar.execute import nnx_objects
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware import step_errors
 from autopar.hardware.cluster import Cluster
+from autopar.plan.fit_data import FitRow, is_least
 from autopar.plan.plan import Plan
-from autopar.plan.report.fit_data import FitRow, is_least
 from autopar.plan.summary import fullest
 from autopar.step import Step
 from autopar.step_views import (
@@ -287,7 +287,7 @@ class Fitting:
 
     def report(self, path: str | Path) -> None:
         """Writes charts over batch sizes, with a line for each cluster, as one page for a browser."""
-        from autopar.plan.report.page import fitting_of  # its templates are loaded where a page is wanted
+        from autopar.plan.page import fitting_of  # its templates are loaded where a page is wanted
 
         Path(path).write_text(fitting_of(self.step, self.rows, self.multiples), encoding="utf-8")
 

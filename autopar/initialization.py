@@ -11,7 +11,7 @@ from autopar import distributed
 from autopar.common import jax_distributed
 from autopar.common.launched import VARIABLES, Launched, Reached, say_reached
 from autopar.errors import InvalidArgumentError
-from autopar.launch.placement import LOOPBACK, address, host_and_port, is_loopback
+from autopar.train.launch.placement import LOOPBACK, address, host_and_port, is_loopback
 
 _AT = "autopar.initialize"
 _CHECKPOINT_EVENTS = ("/jax/orbax/write/", "/jax/orbax/read/")

@@ -14,15 +14,12 @@ from typing import Any
 import jax
 
 from autopar.api import parallelize
-from autopar.attention.kernels import library_of
-from autopar.attention.match import large_scores, obstacle
 from autopar.benching import as_cluster, problem_of
-from autopar.calls import nnx_objects
 from autopar.common.paths import parts_of
 from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import text_of_bytes, text_of_s
-from autopar.compiler.planner import make_plan
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
+from autopar.execute import nnx_objects
 from autopar.frontend.jit_shardings import JitShardings, jit_shardings_of, named_sharding
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.frontend.tracing import abstract, tie_state
@@ -31,16 +28,19 @@ from autopar.hardware.kinds import Platform
 from autopar.ir.graph import Purpose
 from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import AXIS_NAMES, spec_text
+from autopar.ir.pins import Pin
 from autopar.ir.traced_step import ShardingsInCode, TracedStep
 from autopar.lint_report import CHANGES, Change, Computed, Held, Lint, Sent
-from autopar.manual.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, handed_on, laid_anew, plan_as_given
-from autopar.manual.walks import Problem
+from autopar.ops.attention.kernels import library_of
+from autopar.ops.attention.match import large_scores, obstacle
 from autopar.plan import summary
 from autopar.plan.context import StepGraphs
 from autopar.plan.modules import collective_rows
 from autopar.plan.options import AS_FAST, WORTHWHILE, Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
-from autopar.sharding.pins import Pin
+from autopar.recipes.given_layouts import ByLine, GivenLayouts, GivenPlan, by_line, handed_on, laid_anew, plan_as_given
+from autopar.recipes.walks import Problem
+from autopar.search.planner import make_plan
 from autopar.step import Step
 from autopar.step_views import function_of, on_cluster
 

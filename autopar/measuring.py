@@ -23,18 +23,17 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from autopar.calls.plan_sources import PlanningProblem
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.compiler.materialize import make_function
-from autopar.compiler.planner import make_plan
 from autopar.cost.cost_model import NodeCosts, cost_model, timed_kinds
 from autopar.cost.kernel_traffic import is_in_kernels
 from autopar.cost.overlap import timed
 from autopar.cost.usage import compute_times_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError, UnsupportedError
-from autopar.executables.compiled_step import build, lower_whole
+from autopar.execute import parse
+from autopar.execute.compiled_step import build, lower_whole
+from autopar.execute.plan_sources import PlanningProblem
 from autopar.frontend.static_leaves import set_apart
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.kinds import DeviceKind, OperationTimes, Platform
@@ -42,12 +41,19 @@ from autopar.hardware.measurement import FitQuality
 from autopar.ir.graph import Op, OpKind
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.lowering.emit import number_in
-from autopar.monitoring.step_profile import RECORDED_PROGRAM_OPTIONS, DeviceEvent, length_s, operations_of, recorded
 from autopar.plan.plan import Plan
+from autopar.search.materialize import make_function
+from autopar.search.planner import make_plan
 from autopar.step import Step
 from autopar.step_views import alone_on, check_is_step, cluster_of, planning_problem_of, save_rules
+from autopar.train.monitoring.step_profile import (
+    RECORDED_PROGRAM_OPTIONS,
+    DeviceEvent,
+    length_s,
+    operations_of,
+    recorded,
+)
 from autopar.tuning import alternate, check_one_process, turn_of
-from autopar.xla import parse
 
 COLUMNS = 120
 OF_STEP = "step "  # `FitQuality.what` of a step's operations, before its name

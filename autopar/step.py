@@ -15,25 +15,25 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.calls import nan_check, nnx_objects
-from autopar.calls.batches import StepBatches
-from autopar.calls.call import FastPath, trace_call
-from autopar.calls.call_arguments import CallArguments, Signature, StepOptions, WarnOnce
-from autopar.calls.placement import has_sharding, init_state, on_one_device, put_copies, put_leaves, state_shardings
-from autopar.calls.plan_sources import PlanSources, StepPlans
 from autopar.common import jax_compat
 from autopar.common.progress import Progress
 from autopar.errors import InvalidArgumentError
-from autopar.executables.compiled_step import CompiledStep, Lowered, build, lower_whole
-from autopar.executables.step_leaves import results_in_tree, without_shared_memory
+from autopar.execute import nan_check, nnx_objects
+from autopar.execute.batches import StepBatches
+from autopar.execute.call import FastPath, trace_call
+from autopar.execute.call_arguments import CallArguments, Signature, StepOptions, WarnOnce
+from autopar.execute.compiled_step import CompiledStep, Lowered, build, lower_whole
+from autopar.execute.placement import has_sharding, init_state, on_one_device, put_copies, put_leaves, state_shardings
+from autopar.execute.plan_sources import PlanSources, StepPlans
+from autopar.execute.step_leaves import results_in_tree, without_shared_memory
 from autopar.frontend.static_leaves import RawLeaves, set_apart
 from autopar.frontend.tracing import name_of
 from autopar.ir.traced_step import TracedStep
-from autopar.monitoring.step_profile import RECORDED_PROGRAM_OPTIONS, StepProfile, profiled
 from autopar.plan.options import Effort, checked_effort, checked_time_limit_s
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import OptionValue
 from autopar.runtime.execute import turn
+from autopar.train.monitoring.step_profile import RECORDED_PROGRAM_OPTIONS, StepProfile, profiled
 
 _Value = TypeVar("_Value")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from autopar.calls import nnx_objects
-from autopar.calls.plan_sources import PlanningProblem, check_leaves_plan_open
-from autopar.calls.search import FollowedStep, Search
 from autopar.errors import UnsupportedError, expect_type
-from autopar.executables.compiled_step import LoweredWhole, lower_whole
-from autopar.executables.smaller_batch import peak_of_other_batch
+from autopar.execute import nnx_objects
+from autopar.execute.compiled_step import LoweredWhole, lower_whole
+from autopar.execute.plan_sources import PlanningProblem, check_leaves_plan_open
+from autopar.execute.search import FollowedStep, Search
+from autopar.execute.smaller_batch import peak_of_other_batch
 from autopar.frontend.static_leaves import set_apart
 from autopar.frontend.tracing import checked_when_traced_again
 from autopar.hardware.cluster import Cluster

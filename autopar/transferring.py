@@ -13,10 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from autopar.calls import nnx_objects
-from autopar.calls.search import checked_bytes
-from autopar.checkpoint.manifest import NUMBERS, NamedLeaf, named_leaves, tree_of
-from autopar.checkpoint.targets import shardings_of_plan
 from autopar.common import jax_compat
 from autopar.errors import (
     AutoparError,
@@ -26,7 +22,9 @@ from autopar.errors import (
     PlanMismatchError,
     ProcessMismatchError,
 )
-from autopar.executables.step_leaves import LeafwiseStep, with_process_lost_errors
+from autopar.execute import nnx_objects
+from autopar.execute.search import checked_bytes
+from autopar.execute.step_leaves import LeafwiseStep, with_process_lost_errors
 from autopar.frontend.static_leaves import set_apart
 from autopar.plan.plan import Plan
 from autopar.runtime.agreement import said_by_all
@@ -35,6 +33,8 @@ from autopar.runtime.moves import ROUNDS_IN_FLIGHT, Box, Ends, NotHeldError, box
 from autopar.runtime.moves import num_elements as elements_in
 from autopar.runtime.transfers import aval_of
 from autopar.step import Step
+from autopar.train.checkpoint.manifest import NUMBERS, NamedLeaf, named_leaves, tree_of
+from autopar.train.checkpoint.targets import shardings_of_plan
 
 _AT = "autopar.transfer"
 _PLANNED = (Plan, Step, LeafwiseStep)

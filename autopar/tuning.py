@@ -16,13 +16,12 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.calls.placement import put_copies
-from autopar.calls.plan_sources import PlanningProblem
 from autopar.common.progress import Progress, rare_garbage_collection
 from autopar.common.text import PLAIN, TextConsole, TextFormat, text_of_bytes, text_of_s
-from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import AutoparError, InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_step import CompiledStep, build
+from autopar.execute.compiled_step import CompiledStep, build
+from autopar.execute.placement import put_copies
+from autopar.execute.plan_sources import PlanningProblem
 from autopar.plan.plan import Plan
 from autopar.plan.render import in_short
 from autopar.plan.schema import MeasuredRecord
@@ -30,6 +29,7 @@ from autopar.plan.summary import fullest
 from autopar.recipes import Recipe, data_parallel, zero
 from autopar.recipes.parse import as_recipe
 from autopar.runtime.execute import drain
+from autopar.search.planner import make_plan, make_plans
 from autopar.step import Step
 from autopar.step_views import check_is_step, planning_problem_of, save_rules
 

@@ -15,27 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from autopar.calls import nnx_objects
-from autopar.calls.placement import copy_of
 from autopar.common import jax_compat
 from autopar.common.text import PLAIN, TextConsole, TextFormat
-from autopar.compiler.materialize import with_options_of
 from autopar.cost.peak_memory import allocated_bytes, allocated_for_temporaries
 from autopar.cost.usage import passing_bytes
-from autopar.executables.compiled_pipeline import CompiledPipeline
-from autopar.executables.compiled_step import Compiled, CompiledStep, LoweredWhole
-from autopar.executables.step_leaves import results_in_tree
+from autopar.execute import aot, collectives, nnx_objects
+from autopar.execute.compiled_pipeline import CompiledPipeline
+from autopar.execute.compiled_step import Compiled, CompiledStep, LoweredWhole
+from autopar.execute.placement import copy_of
+from autopar.execute.step_leaves import results_in_tree
 from autopar.frontend.static_leaves import set_apart
-from autopar.kernels.check_rules import check_rules, check_twins, half_of_digits
-from autopar.microbatch.microbatch import micro_batched
-from autopar.microbatch.plain_loop import run_graph
+from autopar.ir.rules import RuleBook
+from autopar.ops.kernels.check_rules import check_rules, check_twins, half_of_digits
+from autopar.passes.microbatch import micro_batched
+from autopar.passes.plain_loop import run_graph
 from autopar.plan.plan import Plan
 from autopar.plan.schema import MeasuredRecord, Predicted
 from autopar.runtime.simulator import simulate
-from autopar.sharding.rules import RuleBook
+from autopar.search.materialize import with_options_of
 from autopar.step import Step
 from autopar.step_views import call_split, check_is_step, lower_on
-from autopar.xla import aot, collectives
 
 
 def moved(args: Any, seed: int) -> Any:
@@ -238,7 +237,7 @@ def compile_for_target(step: Step, target: str, *args: Any) -> Compiled:
 def lower_for_target(step: Step, target: str, *args: Any) -> LoweredWhole:
     """A step lowered under its plan for hardware that need not be here.
 
-    Raises: what `autopar.xla.aot.target_mesh` raises, and what planning raises.
+    Raises: what `autopar.execute.aot.target_mesh` raises, and what planning raises.
     """
     aot.target_devices(target)  # a compiler that is missing is said before a plan is searched for
     plan = step.plan(*args)

@@ -21,21 +21,21 @@ import optax
 
 from autopar import solver
 from autopar.common.progress import Progress
-from autopar.compiler.planner import planning_context
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import MicrobatchedStep, build, cut_layers
-from autopar.inter_op.decide_stages import BuildLimits, StageChoice
-from autopar.inter_op.evaluate import choice_of
-from autopar.inter_op.search import pipeline_candidates
-from autopar.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
-from autopar.inter_op.stage_problems import DecidedOptions, tables
-from autopar.inter_op.staged import StagedStep
+from autopar.ir.rules import RuleBook
 from autopar.passes.assign_stages import balanced
 from autopar.passes.split_scan import split_scans
 from autopar.plan.context import Rejection
 from autopar.plan.options import PlanRequest
-from autopar.sharding.rules import RuleBook
+from autopar.search.inter_op.build_stages import MicrobatchedStep, build, cut_layers
+from autopar.search.inter_op.decide_stages import BuildLimits, StageChoice
+from autopar.search.inter_op.evaluate import choice_of
+from autopar.search.inter_op.search import pipeline_candidates
+from autopar.search.inter_op.search_space import is_long, microbatch_numbers, submesh_sizes
+from autopar.search.inter_op.stage_problems import DecidedOptions, tables
+from autopar.search.inter_op.staged import StagedStep
+from autopar.search.planner import planning_context
 from autopar.solver import StageProblem
 from autopar.solver.stage_problem import stage_peak_bytes
 from benchmarks.machine import description, markdown

@@ -158,11 +158,11 @@ class Row:
 def compare(target: str, name: str, known: Mapping[str, Any]) -> Row:
     """Plans and compiles in this process. `known`: a row made before, whose program need not be compiled again."""
     import autopar
-    from autopar.compiler.materialize import make_function
     from autopar.cost.cost_model import cost_model
     from autopar.errors import MissingCompilerError
+    from autopar.ir.rules import RuleBook
     from autopar.plan.cache import SEARCH_VERSION
-    from autopar.sharding.rules import RuleBook
+    from autopar.search.materialize import make_function
     from autopar.verification import lower_for_target
 
     step, args, options = MODELS[name]()
@@ -197,7 +197,7 @@ def compare(target: str, name: str, known: Mapping[str, Any]) -> Row:
 def compiled_by_xla(whole: Any) -> Compiled:
     from autopar.common import jax_compat
     from autopar.cost.peak_memory import allocated_bytes
-    from autopar.xla import collectives
+    from autopar.execute import collectives
 
     begun = time.perf_counter()
     compiled = whole.compile()
@@ -237,9 +237,9 @@ def own_kernels(made: Any, model: Any) -> int:
     """Calls of kernels by which passes of attention run; on TPU a backward pass is two, of keys' and of queries'
     gradients.
     """
-    from autopar.attention import ring
-    from autopar.attention.kernels import Kernel
     from autopar.cost.roofline import kernel_under
+    from autopar.ops.attention import ring
+    from autopar.ops.attention.kernels import Kernel
 
     calls = 0
     for compute in computed(made.lowered):

@@ -62,8 +62,8 @@ the search missed it."""
 
 def planned(step: str, cluster: str) -> dict[str, Any]:
     """The steps in seconds of each way in each share of the memory; None where no plan fits."""
-    from autopar.compiler.step_ways import StepWays
-    from autopar.intra_op.saved_values import LayerValues, SavedChoice
+    from autopar.search.intra_op.saved_values import LayerValues, SavedChoice
+    from autopar.search.step_ways import StepWays
     from benchmarks.decoder_grid.__main__ import case_of
 
     by_policy = [SavedChoice(text=policy) for policy in POLICIES]

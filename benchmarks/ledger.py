@@ -29,9 +29,9 @@ import optax
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.execute.aot import CARDS
 from autopar.hardware.kinds import DeviceKind
 from autopar.plan.cache import SEARCH_VERSION
-from autopar.xla.aot import CARDS
 from benchmarks import ledger_page
 from benchmarks.ledger_page import GIBIBYTE, SHORT, Entry
 from benchmarks.machine import without_folders

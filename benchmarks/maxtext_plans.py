@@ -27,18 +27,17 @@ import jax
 
 import autopar
 from autopar.benching import problem_of
-from autopar.command_line.maxtext_steps import maxtext_step
-from autopar.command_line.step_files import shapes_only
-from autopar.compiler.notes import ragged_notes
-from autopar.compiler.step_ways import whole_graph
 from autopar.errors import AutoparError
+from autopar.execute import aot
 from autopar.hardware.cluster import Cluster
 from autopar.ir.primitives import GROUPED_PRODUCT, RAGGED_PRODUCT
 from autopar.plan.cache import SEARCH_VERSION
 from autopar.plan.render import in_short
+from autopar.search.notes import ragged_notes
+from autopar.search.step_ways import whole_graph
+from autopar.step_files import maxtext_step, shapes_only
 from autopar.step_views import on_cluster
 from autopar.verification import lower_for_target
-from autopar.xla import aot
 from benchmarks.compiled_elsewhere import compiled_by_xla, versions
 from benchmarks.machine import description, without_folders
 from benchmarks.row_processes import Page, Rows, is_done

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from autopar.hardware.cluster import Link
-from autopar.inter_op.tasks import LoweredStage
 from autopar.ir.graph import ALL, Block, Op, OpGraph, OpKind, Role, Section, Value
 from autopar.ir.layout import Layout, LogicalMesh, replicated
+from autopar.ir.partial_sums import find_partials
+from autopar.ir.resharding import MeshLinks
 from autopar.lowering.lower import ShardingPlan, SolverReport, lower
 from autopar.passes.stage_graph import StageGraph, split_stages
-from autopar.sharding.partial_sums import find_partials
-from autopar.sharding.resharding import MeshLinks
+from autopar.search.inter_op.tasks import LoweredStage
 
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
 REPORT = SolverReport(status="optimal", objective_s=0.0, bound_s=0.0, gap=0.0, nodes=0, classes=0)

@@ -15,8 +15,8 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Block, Constant, Op, OpGraph, OpKind, Role, Section, read_by
 from autopar.ir.rewrite import Fresh, reading, renumbered
+from autopar.ir.rules import RuleBook
 from autopar.ir.traced_step import TracedStep
-from autopar.sharding.rules import RuleBook
 
 BOOK = RuleBook()
 ORDER = list(Section)

@@ -15,38 +15,31 @@ ROOT = Path(__file__).parents[1]
 # those before it.
 PACKAGES = (
     "common",
-    "ir",
     "hardware",
-    "sharding",
-    "kernels",
-    "attention",
+    "ir",
+    "ops",
     "frontend",
-    "microbatch",
     "passes",
     "lowering",
     "plan",
     "cost",
     "solver",
-    "intra_op",
     "runtime",
-    "inter_op",
-    "xla",
-    "compiler",
-    "executables",
-    "calls",
+    "search",
+    "execute",
     "recipes",
-    "manual",
-    "mixed_precision",
-    "data",
-    "checkpoint",
-    "monitoring",
-    "launch",
+    "train",
     "",
-    "command_line",
     "__main__",
 )
 # Anyone may import these.
 LEAVES = ("errors",)
+# The same for packages within packages; `""` is what lies beside them.
+INNER_PACKAGES = {
+    "ops": ("kernels", "attention", ""),
+    "search": ("intra_op", "inter_op", ""),
+    "train": ("mixed_precision", "data", "checkpoint", "monitoring", "launch", ""),
+}
 # The same for the modules of solver/ and runtime/; `""` is the package itself.
 INNER_MODULES = {
     "solver": (
@@ -83,7 +76,7 @@ INNER_MODULES = {
 UNSTABLE_JAX = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
 JAX_COMPAT = tuple(f"autopar/common/jax_{part}.py" for part in ("compat", "distributed", "local"))
 ALSO_ALLOWED = {
-    "autopar/xla/aot.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
+    "autopar/execute/aot.py": ("jax.experimental.topologies", "jax.experimental.mesh_utils"),
 }
 
 
@@ -157,6 +150,8 @@ def test_every_package_has_a_row_and_says_what_it_is_for():
     folders = {path for path in (ROOT / "autopar").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
     assert {path.name for path in folders} == set(PACKAGES) - {"", "__main__"}
     for path in folders:
+        inner = {inner.parent.name for inner in path.glob("*/__init__.py")}
+        assert inner == set(INNER_PACKAGES.get(path.name, ())) - {""}
         assert (path / "__init__.py").read_text().startswith('"""'), f"{relative(path)} has no docstring"
 
 
@@ -177,8 +172,9 @@ def test_imports_point_one_way(path):
     upwards = upward_imports(path, PACKAGES, 1)
     assert not upwards, f"{relative(path)} imports {upwards}, of packages that stand behind its own in PACKAGES"
     top = module_name(path).split(".")[1]
-    if top in INNER_MODULES:
-        upwards = upward_imports(path, INNER_MODULES[top], 2)
+    inner = INNER_PACKAGES | INNER_MODULES
+    if top in inner:
+        upwards = upward_imports(path, inner[top], 2)
         assert not upwards, f"{relative(path)} imports {upwards}, of modules that stand behind its own"
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.attention import ring
 from autopar.common.jax_compat import jax_version
 from autopar.cost.inner_collectives import island_collectives, parts_of_operands, ring_permutes
 from autopar.cost.kernel_traffic import NO_TRAFFIC, Traffic, is_in_kernels, kernel_traffic
@@ -41,14 +40,15 @@ from autopar.hardware.kinds import SECTOR_BYTES, Platform
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Op, OpGraph, OpKind, OrderCost, scaled_by_one_number
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.primitives import MATRIX_PRODUCTS, is_inexact
-from autopar.kernels.local import busiest_of, runs_locally
-from autopar.kernels.operation import NAME as KERNEL
-from autopar.kernels.operation import is_in_blocks, is_kernel
+from autopar.ir.resharding import MeshLinks, StepKind
+from autopar.ir.strategies import Strategy, replicated_strategy
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import Key, Pieces
 from autopar.lowering.lower import LoweredEquations
-from autopar.sharding.resharding import MeshLinks, StepKind
-from autopar.sharding.strategies import Strategy, replicated_strategy
+from autopar.ops.attention import ring
+from autopar.ops.kernels.local import busiest_of, runs_locally
+from autopar.ops.kernels.operation import NAME as KERNEL
+from autopar.ops.kernels.operation import is_in_blocks, is_kernel
 
 # What counts of a send, for as long as there is computing to hide it: all that is sent shares the links. For the layers
 # of GPT 15B on four and eight V100 0.2 to 0.4 give the best decisions.

@@ -14,18 +14,18 @@ from typing import Any
 
 import jax
 
-from autopar.attention.work import KEYS_AND_VALUES, exchanged, order_of, travelling
 from autopar.common import jax_compat
 from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.collective_cost import CollectiveKind, Fabric
 from autopar.ir.graph import Op
 from autopar.ir.layout import LogicalMesh, local_bytes
 from autopar.ir.primitives import ATTENTION_PASSES
-from autopar.kernels.islands import collective_axes, is_island, island_of, mesh_axes
-from autopar.kernels.operation import equations_of_first_turn, is_kernel
-from autopar.kernels.row_exchange import sent_arrays
-from autopar.sharding.resharding import MeshLinks
-from autopar.sharding.strategies import Strategy
+from autopar.ir.resharding import MeshLinks
+from autopar.ir.strategies import Strategy
+from autopar.ops.attention.work import KEYS_AND_VALUES, exchanged, order_of, travelling
+from autopar.ops.kernels.islands import collective_axes, is_island, island_of, mesh_axes
+from autopar.ops.kernels.operation import equations_of_first_turn, is_kernel
+from autopar.ops.kernels.row_exchange import sent_arrays
 
 
 class Moment(enum.Enum):

@@ -10,16 +10,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from autopar.attention import ring
-from autopar.attention.kernels import Kernel
-from autopar.attention.work import (
-    block_bytes,
-    held_in_steps,
-    in_steps,
-    order_of,
-    row_bytes,
-    travelling,
-)
 from autopar.cost import peak_memory
 from autopar.cost.cost_model import CostModel
 from autopar.cost.inner_collectives import parts_of_operands
@@ -29,7 +19,8 @@ from autopar.cost.xla_program import HOST_COPY, HOST_SLICE, SUM_OF_PIECES, Memor
 from autopar.ir.graph import HOST, UNREDUCED, Op, OpGraph, OpKind
 from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.primitives import GROUPED_PRODUCT, MATRIX_PRODUCTS
-from autopar.kernels.operation import bytes_in_blocks, is_kernel, masked_rows
+from autopar.ir.resharding import StepKind
+from autopar.ir.strategies import Strategy
 from autopar.lowering.collective_matmul import Along
 from autopar.lowering.instructions import (
     Accumulate,
@@ -47,8 +38,17 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import StepKind
-from autopar.sharding.strategies import Strategy
+from autopar.ops.attention import ring
+from autopar.ops.attention.kernels import Kernel
+from autopar.ops.attention.work import (
+    block_bytes,
+    held_in_steps,
+    in_steps,
+    order_of,
+    row_bytes,
+    travelling,
+)
+from autopar.ops.kernels.operation import bytes_in_blocks, is_kernel, masked_rows
 
 # What a pass of attention that is one operation needs of memory, by the kernel that runs it.
 

@@ -19,18 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.attention import ring
-from autopar.attention.kernels import Kernel, inner_dim, kernel_for, library_of
-from autopar.attention.work import (
-    flops,
-    in_steps,
-    launched_kernels,
-    order_of,
-    row_bytes,
-    score_traffic_bytes,
-    step_traffic_bytes,
-)
-from autopar.attention.work import flops as attention_flops
 from autopar.hardware.kinds import FULL_FLOAT32, DeviceKind, Platform
 from autopar.ir.graph import FactorKind, Op, OpGraph
 from autopar.ir.primitives import (
@@ -41,11 +29,23 @@ from autopar.ir.primitives import (
     is_inexact,
     multiplications,
 )
-from autopar.kernels import cudnn
-from autopar.kernels.local import dense_work_of, local_work, runs_locally
-from autopar.kernels.operation import DenseWork, masked_rows
-from autopar.kernels.scaled import is_scaled_product, scaled_type
-from autopar.sharding.strategies import Strategy
+from autopar.ir.strategies import Strategy
+from autopar.ops.attention import ring
+from autopar.ops.attention.kernels import Kernel, inner_dim, kernel_for, library_of
+from autopar.ops.attention.work import (
+    flops,
+    in_steps,
+    launched_kernels,
+    order_of,
+    row_bytes,
+    score_traffic_bytes,
+    step_traffic_bytes,
+)
+from autopar.ops.attention.work import flops as attention_flops
+from autopar.ops.kernels import cudnn
+from autopar.ops.kernels.local import dense_work_of, local_work, runs_locally
+from autopar.ops.kernels.operation import DenseWork, masked_rows
+from autopar.ops.kernels.scaled import is_scaled_product, scaled_type
 
 # Passes in bfloat16 that XLA's TPU compiler makes of a float32 product at each `jax.lax.Precision` (bfloat16_3x and
 # bfloat16_6x among the names that jax has for them).

@@ -20,7 +20,8 @@ from autopar.hardware.collective_cost import CollectiveKind, sent_bytes
 from autopar.ir.graph import HOST, Op, OpGraph, OpKind, Value
 from autopar.ir.layout import Layout, LogicalMesh, local_bytes
 from autopar.ir.primitives import ATTENTION_PASSES
-from autopar.kernels.operation import is_kernel
+from autopar.ir.resharding import MeshLinks, ReshardStep
+from autopar.ir.strategies import Strategy
 from autopar.lowering.instructions import (
     Compute,
     HostCopy,
@@ -31,8 +32,7 @@ from autopar.lowering.instructions import (
     Move,
     host_copies_in,
 )
-from autopar.sharding.resharding import MeshLinks, ReshardStep
-from autopar.sharding.strategies import Strategy
+from autopar.ops.kernels.operation import is_kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

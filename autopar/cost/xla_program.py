@@ -108,7 +108,7 @@ class Compiler:
             (`memory_program`).
         keeps_product_order: Leaves what products make, and what is made of it element by element, in the order of
             dimensions in which the first of them makes it; what other products make in another is copied
-            (`autopar.attention.score_kernels`).
+            (`autopar.ops.attention.score_kernels`).
         row_kernels: Runs a reduction over the last dimension and what is made of its result and its operand as one
             kernel, a row at a time (a softmax, its gradient, a norm), which writes to no memory that it reads.
         reduces_late: Does not hurry the reductions of a layer that is computed again, though they would free memory:

@@ -2,5 +2,5 @@
 
 In: A function, its arguments or their shapes, and which arguments are donated or hold the batch.
 Out: `TracedStep`, then `OpGraph`.
-May import: common to attention, in the order of tests/test_imports.py.
+May import: common to ops, in the order of tests/test_imports.py.
 """

@@ -11,9 +11,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from autopar.attention.kernels import Kernel
-from autopar.attention.match import blockwise
-from autopar.attention.score_kernels import mark_score_kernels
 from autopar.common import jax_compat, jax_local
 from autopar.common.paths import parts_of
 from autopar.errors import UnsupportedError
@@ -23,12 +20,15 @@ from autopar.frontend.recompute_in_scans import Recompute, choice_of, recompute_
 from autopar.ir.graph import Atom, Block, Constant, Op, OpGraph, OpKind, Role, Value, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS, dtype_text
 from autopar.ir.rewrite import remove_dead
+from autopar.ir.rules import RuleBook, equation_key, replicated_rule, with_rules
 from autopar.ir.traced_step import TracedStep, WrittenLayout
-from autopar.kernels.grouped import as_grouped_product, in_blocks
-from autopar.kernels.islands import PLACEMENTS
-from autopar.kernels.local import local_rule
-from autopar.kernels.ragged_experts import ragged_experts, with_load
-from autopar.sharding.rules import RuleBook, equation_key, replicated_rule, with_rules
+from autopar.ops.attention.kernels import Kernel
+from autopar.ops.attention.match import blockwise
+from autopar.ops.attention.score_kernels import mark_score_kernels
+from autopar.ops.kernels.grouped import as_grouped_product, in_blocks
+from autopar.ops.kernels.islands import PLACEMENTS
+from autopar.ops.kernels.local import local_rule
+from autopar.ops.kernels.ragged_experts import ragged_experts, with_load
 
 # Names of operations where the code names no module: the paths of the parameters that they read.
 #

@@ -25,7 +25,7 @@ from autopar.common import jax_compat
 from autopar.common.jax_compat import with_body, with_jaxprs
 from autopar.ir.jax_sharding import dims_of
 from autopar.ir.traced_step import RESHARD, TYPES, Placement, ShardingsInCode, TracedStep, WrittenLayout
-from autopar.kernels import islands
+from autopar.ops.kernels import islands
 
 # Equations whose results are their operands, one by one, in another place. What the user's code calls them.
 _PLACING = {

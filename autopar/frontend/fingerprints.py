@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from autopar.common import jax_compat
-from autopar.kernels.operation import is_kernel, program_of
+from autopar.ops.kernels.operation import is_kernel, program_of
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}|\b[0-9]{12,}\b")  # also as `id` writes it
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, np.dtype)

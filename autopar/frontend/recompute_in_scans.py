@@ -21,9 +21,9 @@ from autopar.errors import PlanMismatchError, UnsupportedError
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Value, has_effects, read_by, walk
 from autopar.ir.primitives import ATTENTION_PASSES, MATRIX_PRODUCTS
 from autopar.ir.rewrite import Fresh, clone, missing, named, reading, remove_dead, renumbered
+from autopar.ir.rules import equation_key
 from autopar.ir.scan_pairs import JoinedBodies, with_joined_scans
-from autopar.kernels.local import runs_locally
-from autopar.sharding.rules import equation_key
+from autopar.ops.kernels.local import runs_locally
 
 
 class Recompute(enum.StrEnum):

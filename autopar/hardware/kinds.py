@@ -65,7 +65,7 @@ class DeviceKind:
         name: As people write it, `H100-SXM5`.
         peak_flops: (dtype, peak arithmetic operations per second of matrix units) of products with such operands. Must
             name float32, which stands for dtypes that are not named; all float8 are one. Products of scaled blocks go
-            by their format (`autopar.kernels.scaled`), where matrix units take it.
+            by their format (`autopar.ops.kernels.scaled`), where matrix units take it.
         flops_efficiency: (dtype, share of that peak that large matrix products reach); float32 stands for others here
             too.
         memory_bytes: Memory of one device.

@@ -70,7 +70,7 @@ class _Products:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Peaks:
     """Tflop/s by type. `single` is what float32 products run at: JAX allows TF32 on NVIDIA cards that have it, where
-    `full` is the rate without rounding. `block_scaled`: by format (`autopar.kernels.scaled`).
+    `full` is the rate without rounding. `block_scaled`: by format (`autopar.ops.kernels.scaled`).
     """
 
     half: float

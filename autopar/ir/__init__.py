@@ -1,6 +1,6 @@
-"""The data structures of the compiler: graphs of operations, meshes, layouts, traced steps.
+"""The data structures of the compiler and the rules of sharding: graphs, meshes, layouts, strategies, reshardings.
 
-In: Jaxprs, as opaque values.
-Out: `OpGraph`, `LogicalMesh`, `Layout`, `TracedStep`; layouts as JAX shardings; algebraic facts about primitives.
-May import: common.
+In: Jaxprs, as opaque values; Shardy's rules.
+Out: `OpGraph`, `LogicalMesh`, `Layout`, `TracedStep`; strategies of an operation, paths between layouts, pins.
+May import: common, hardware.
 """

@@ -197,7 +197,7 @@ class Value(msgspec.Struct, frozen=True, gc=False):
     batch, `example_dim` is the dimension that counts examples, None where it holds none.
 
     `dimensions` (of each dimension what it counts, as far as that is known), `sides` (of those of a matrix, and of what
-    belongs to it, which side they are) and `purpose` are set by `autopar.sharding.semantics`, for plans that are bound
+    belongs to it, which side they are) and `purpose` are set by `autopar.ir.semantics`, for plans that are bound
     to them. `rounded`: the shape with its number of examples rounded up to what devices divide, where they are split
     unevenly (`autopar.passes.round_examples`).
     """
@@ -255,7 +255,7 @@ Atom = int | Constant
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OrderCost:
     """What an operation on scores costs more where results of products stay in the order of dimensions in which they
-    are made (`autopar.attention.score_kernels`).
+    are made (`autopar.ops.attention.score_kernels`).
 
     Attributes:
         copied_itemsize: Of a product whose result is copied in another order, the bytes of an element of the copy.
@@ -282,7 +282,7 @@ class Op(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     inputs as jax does (for a while, `num_consts` counts both condition's and body's constants and
     `num_condition_consts` the first of them). `kernel_bytes`, of operations on scores of attention:
     bytes that their kernel moves to memory and back, counted with one of its operations, zero with the others
-    (`autopar.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions. `parameters`:
+    (`ops.attention.score_kernels`); `order_cost`: what is added to that by the order of dimensions. `parameters`:
     of an operation in no module, that of the parameters it reads (`autopar.frontend.build_graph`). `recomputes`:
     it is the backward pass's, and computes again what `jax.checkpoint` does not keep.
     """

@@ -55,13 +55,13 @@ class TracedStep:
     step, found for each donated argument; `fingerprint` identifies the jaxpr between processes; `retrace` traces the
     function once more, on the leaves' shapes or on others. `is_pure()`: two traces of it agree, where that was to be
     checked. `attention_kernel`: in its graphs attention that this kernel takes is one operation a pass, by the name
-    of `autopar.attention.kernels.Kernel` (BLOCKS takes all that is found); empty: attention is as it is written.
+    of `autopar.ops.attention.kernels.Kernel` (BLOCKS takes all that is found); empty: attention is as it is written.
     `scan_recompute`: what the bodies of its scans save for the backward pass, by the value of a policy or a text of
     `autopar.frontend.recompute_in_scans`; empty: what the code saves.
     `per_microbatch`: patterns of modules that may mix the examples of a micro-batch
-    (`autopar.microbatch.accumulation`). `expert_load`: how many rows each expert gets (`ExpertLoad`). `row_blocks`: the
+    (`autopar.passes.accumulation`). `expert_load`: how many rows each expert gets (`ExpertLoad`). `row_blocks`: the
     device (`DeviceKind`) whose ragged products are made in blocks of rows where that takes less time
-    (`autopar.kernels.row_blocks`); None: they are as written.
+    (`autopar.ops.kernels.grouped`); None: they are as written.
     `changed_in_place` are the paths of leaves that the function replaced in the containers it was given. `placements`
     are what was removed from the code, `written` the layouts among them, by the variable of the jaxpr that each is
     written of. `callbacks` are called when the step has run, with its last results (`autopar.frontend.callbacks`).

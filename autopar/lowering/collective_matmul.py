@@ -27,9 +27,9 @@ from jax.sharding import Mesh
 from msgspec.structs import replace
 
 from autopar.ir.jax_sharding import on_parts
-from autopar.kernels.local import runs_locally
+from autopar.ir.resharding import ReshardStep, StepKind
 from autopar.lowering.instructions import Compute, Instruction, Key, Loop, LoweredBlock, Move, Pieces, section_of
-from autopar.sharding.resharding import ReshardStep, StepKind
+from autopar.ops.kernels.local import runs_locally
 
 
 def with_collective_matmuls(lowered: LoweredBlock, axes: Collection[int]) -> LoweredBlock:

@@ -20,9 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from autopar.attention import execute, ring
-from autopar.attention.form import letters
-from autopar.attention.kernels import library_on
 from autopar.common import jax_compat, loops
 from autopar.frontend.build_graph import stack_of_module
 from autopar.frontend.callbacks import guarded, is_callback
@@ -30,22 +27,8 @@ from autopar.ir.graph import HOST, UNREDUCED, Constant, OpGraph, OpKind, Role
 from autopar.ir.jax_sharding import named_sharding, on_parts, partition_spec
 from autopar.ir.layout import Layout, LogicalMesh, replicated
 from autopar.ir.primitives import IN_EQUAL_PARTS, SCATTERS, looked_up_dim
-from autopar.kernels.cudnn import is_cudnn_attention, run_cudnn
-from autopar.kernels.grouped import (
-    WHOLE,
-    Part,
-    convolved_part,
-    grouped_places,
-    is_grouped,
-    is_grouped_product,
-    product_on_part,
-)
-from autopar.kernels.islands import Spec, is_island, island_of, mesh_axes, run_parts
-from autopar.kernels.known import is_opaque, run_opaque
-from autopar.kernels.local import is_custom_partition, runs_locally
-from autopar.kernels.operation import is_kernel
-from autopar.kernels.row_exchange import Devices
-from autopar.kernels.scaled import is_scaled_product, run_scaled
+from autopar.ir.resharding import ReshardStep, StepKind
+from autopar.ir.strategies import replicated_strategy
 from autopar.lowering.collective_matmul import gathered_product, scattered_product
 from autopar.lowering.instructions import (
     Accumulate,
@@ -62,8 +45,25 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.resharding import ReshardStep, StepKind
-from autopar.sharding.strategies import replicated_strategy
+from autopar.ops.attention import execute, ring
+from autopar.ops.attention.form import letters
+from autopar.ops.attention.kernels import library_on
+from autopar.ops.kernels.cudnn import is_cudnn_attention, run_cudnn
+from autopar.ops.kernels.grouped import (
+    WHOLE,
+    Part,
+    convolved_part,
+    grouped_places,
+    is_grouped,
+    is_grouped_product,
+    product_on_part,
+)
+from autopar.ops.kernels.islands import Spec, is_island, island_of, mesh_axes, run_parts
+from autopar.ops.kernels.known import is_opaque, run_opaque
+from autopar.ops.kernels.local import is_custom_partition, runs_locally
+from autopar.ops.kernels.operation import is_kernel
+from autopar.ops.kernels.row_exchange import Devices
+from autopar.ops.kernels.scaled import is_scaled_product, run_scaled
 
 # Gradients that lie in memory row by row, as the state does, in programs for TPUs.
 #

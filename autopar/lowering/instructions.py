@@ -11,8 +11,8 @@ import msgspec
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import HOST, REDUCED, UNREDUCED, Atom, Block, Op, Role, Section
 from autopar.ir.layout import Layout
-from autopar.sharding.resharding import ReshardStep
-from autopar.sharding.strategies import Strategy
+from autopar.ir.resharding import ReshardStep
+from autopar.ir.strategies import Strategy
 
 # Where a value lies: its layout, and as what: RAW as its operation left it, PLACED once its sums are reduced, a copy
 # for ALL readers, or one for the readers of a role (by the role's name), or in the memory of the HOST, or RETURNED from

@@ -15,7 +15,9 @@ import numpy as np
 from autopar.frontend.callbacks import is_callback
 from autopar.ir.graph import ALL, REDUCED, UNREDUCED, Atom, Block, Op, OpGraph, OpKind, Role, Section
 from autopar.ir.layout import Layout, LogicalMesh, replicated
-from autopar.kernels.local import leaves_summands
+from autopar.ir.partial_sums import Partials
+from autopar.ir.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths_by_size
+from autopar.ir.strategies import Strategy
 from autopar.lowering.collective_matmul import with_collective_matmuls
 from autopar.lowering.instructions import (
     Accumulate,
@@ -30,9 +32,7 @@ from autopar.lowering.instructions import (
     Split,
     Stack,
 )
-from autopar.sharding.partial_sums import Partials
-from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths_by_size
-from autopar.sharding.strategies import Strategy
+from autopar.ops.kernels.local import leaves_summands
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Graph-to-graph passes: layers, folding of equal layers, rematerialisation, pipeline stages.
+"""Passes over graphs: micro-batches, layers, folding of equal layers, rematerialisation, pipeline stages.
 
-In: An `OpGraph` over micro-batches; a `TracedStep` with a scan over layers.
-Out: `Layers`, `FoldedGraph`, the rematerialised graph, one `StageGraph` for each stage; `SplitStep`.
-May import: common to microbatch, in the order of tests/test_imports.py.
+In: An `OpGraph` of a `TracedStep`.
+Out: The graph over micro-batches, with the proof that they are exact; `Layers`, `FoldedGraph`, one `StageGraph` for
+each stage; `SplitStep`.
+May import: common to frontend, in the order of tests/test_imports.py.
 """

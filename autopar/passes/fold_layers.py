@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from scipy.cluster.hierarchy import DisjointSet
 
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Section, read_by
+from autopar.ir.partial_sums import Partials, find_partials
 from autopar.ir.rewrite import makers, reading
 from autopar.passes.assign_layers import LayerAssignment
 from autopar.passes.layers import structure
-from autopar.sharding.partial_sums import Partials, find_partials
 
 # Equal layers, compared in an order of operations that does not depend on the names of state.
 #

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from msgspec.structs import replace
 
 from autopar.ir.graph import Block, Op, OpGraph, OpKind, Role, Section, read_by, walk
+from autopar.ir.partial_sums import Partials, find_partials, same_partials
 from autopar.ir.rewrite import makers
+from autopar.ir.semantics import annotate_semantics
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.layers import find_layers
-from autopar.sharding.partial_sums import Partials, find_partials, same_partials
-from autopar.sharding.semantics import annotate_semantics
 
 _SECTION = {Role.FORWARD: Section.FORWARD, Role.BACKWARD: Section.BACKWARD, Role.UPDATE: Section.AFTER}
 

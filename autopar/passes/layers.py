@@ -21,7 +21,7 @@ from autopar.frontend.recompute_in_scans import is_product
 from autopar.ir.graph import Op, OpGraph, OpKind, Section, read_by, walk
 from autopar.ir.primitives import MATRIX_PRODUCTS
 from autopar.ir.rewrite import CanonicalForm
-from autopar.kernels.local import runs_locally
+from autopar.ops.kernels.local import runs_locally
 
 # Labels of forward operations: those of one label belong to one layer, those without a label lie between layers.
 #

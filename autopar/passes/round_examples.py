@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from autopar.ir.graph import Atom, Block, Dimension, Factor, FactorKind, Op, OpGraph, OpKind, Rule
 from autopar.ir.primitives import COMBINING, IN_EQUAL_PARTS
-from autopar.kernels.grouped import is_grouped
-from autopar.kernels.local import runs_locally
-from autopar.sharding.semantics import annotate_semantics
+from autopar.ir.semantics import annotate_semantics
+from autopar.ops.kernels.grouped import is_grouped
+from autopar.ops.kernels.local import runs_locally
 
 # What makes the rows of examples one by one, of parts of any size.
 _BY_ROWS = (

@@ -17,8 +17,8 @@ from autopar.common import jax_compat
 from autopar.frontend.build_graph import called_jaxpr, role_of
 from autopar.ir.graph import FactorKind, Role, Rule
 from autopar.ir.primitives import multiplications
+from autopar.ir.rules import RuleBook, equation_key
 from autopar.ir.traced_step import TracedStep
-from autopar.sharding.rules import RuleBook, equation_key
 
 MOST_STACKS = 3  # an encoder, a decoder and one more: the largest of a step with more loops
 LOOPS = frozenset({"scan", "while", "cond"})

@@ -35,10 +35,10 @@ from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.frontend.build_graph import role_of
 from autopar.ir.graph import FactorKind, Role, Rule
+from autopar.ir.rules import RuleBook, equation_key
 from autopar.ir.traced_step import TracedStep
-from autopar.microbatch.example_rules import MixesExamples, places_of_results
+from autopar.passes.example_rules import MixesExamples, places_of_results
 from autopar.passes.scan_stacks import COMBINE, LOOPS, StackedStep, Stacks, all_stacks, find_stacks, major, rules_of
-from autopar.sharding.rules import RuleBook, equation_key
 
 # The step with a scan over stacked layers in parts, as a jaxpr.
 

@@ -44,10 +44,10 @@ from autopar.ir.graph import (
 )
 from autopar.ir.primitives import DECOMPOSITIONS, MATRIX_PRODUCTS
 from autopar.ir.rewrite import CanonicalForm, renumbered
-from autopar.kernels.local import runs_locally
-from autopar.microbatch.cut_graph import cut_graph
-from autopar.microbatch.plain_loop import run_block
-from autopar.sharding.rules import RuleBook, with_rules
+from autopar.ir.rules import RuleBook, with_rules
+from autopar.ops.kernels.local import runs_locally
+from autopar.passes.cut_graph import cut_graph
+from autopar.passes.plain_loop import run_block
 
 # Arithmetic operations for each byte that enters and leaves: below it a chain multiplies matrices with vectors, which
 # takes less time than bringing the matrices to other devices.

@@ -23,7 +23,7 @@ from autopar.common import jax_compat
 from autopar.common.jax_compat import run_wide_products_on_cpus
 from autopar.ir.graph import SUMMED_PRODUCT, Atom, Constant, Op, OpGraph, OpKind, free_values, scaled_by_one_number
 from autopar.ir.rewrite import Fresh, makers, remove_dead, renumbered
-from autopar.sharding.rules import RuleBook, equation_key
+from autopar.ir.rules import RuleBook, equation_key
 
 _NARROW, _WIDE = ("bfloat16", "float16"), "float32"
 

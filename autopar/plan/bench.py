@@ -1,6 +1,6 @@
 """The rows of `autopar.bench`: ways to run a step on a cluster, and where each loses to the best of them.
 
-As text they are a table with bars, shares of the step and a sentence each; `autopar.plan.report` has their page.
+As text they are a table with bars, shares of the step and a sentence each; `autopar.plan.page` has their page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.common.text import (
 from autopar.hardware import step_errors
 from autopar.plan import rivals, summary
 from autopar.plan.comparison import Comparison
-from autopar.plan.report.drawing import BETWEEN, INSIDE, link_loads
+from autopar.plan.drawing import BETWEEN, INSIDE, link_loads
 from autopar.plan.rivals import advice_and_notes
 from autopar.plan.schema import PlanRecord
 

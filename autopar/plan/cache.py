@@ -13,9 +13,9 @@ from autopar.common.files import leave_aside, read_whole, write_whole
 from autopar.common.jax_compat import lowering_flags
 from autopar.errors import AutoparError
 from autopar.ir.graph import Rule
+from autopar.ir.rules import RuleBook
 from autopar.plan.plan import checksum, decode, encode
 from autopar.plan.schema import PlanRecord
-from autopar.sharding.rules import RuleBook
 
 # The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
 SEARCH_VERSION = 137

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Op, OpGraph
 from autopar.ir.layout import Layout, LogicalMesh
+from autopar.ir.partial_sums import find_partials
+from autopar.ir.strategies import Strategy
 from autopar.lowering.lower import ShardingPlan, SolverReport
 from autopar.plan.schema import SIGNATURE_DIGITS, Decisions
-from autopar.sharding.partial_sums import find_partials
-from autopar.sharding.strategies import Strategy
 
 
 def decisions_of(plan: ShardingPlan, graph: OpGraph) -> Decisions:

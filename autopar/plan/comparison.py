@@ -1,6 +1,6 @@
 """Two plans of a step beside each other: quantities, parts of the step, memory, modules, collectives, values.
 
-`plan.why_not` and `plan.diff` are its texts, `plan.compare` its page (`autopar.plan.report`). The other layouts of
+`plan.why_not` and `plan.diff` are its texts, `plan.compare` its page (`autopar.plan.page`). The other layouts of
 `plan.explain` and the rows of `autopar.bench` say in short where they lose.
 """
 

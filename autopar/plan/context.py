@@ -12,12 +12,12 @@ from autopar.common.text import text_of_s
 from autopar.errors import AutoparError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph
+from autopar.ir.rules import RuleBook
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.fold_step import GraphViews
 from autopar.plan.options import WORTHWHILE, Effort, PlanRequest
 from autopar.plan.rivals import BASELINES
 from autopar.plan.schema import CandidateRecord
-from autopar.sharding.rules import RuleBook
 
 T = TypeVar("T")
 

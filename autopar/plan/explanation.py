@@ -18,12 +18,12 @@ from autopar.common.text import PLAIN, TextFormat, text_of_bytes, text_of_count,
 from autopar.errors import AutoparError, InvalidArgumentError, MemoryLimitError, UnsupportedError
 from autopar.hardware import mesh_links
 from autopar.ir.layout import Layout, LogicalMesh, axes_text, enumerate_layouts
+from autopar.ir.pins import Pin, Pins
 from autopar.plan import summary
 from autopar.plan.comparison import Comparison
 from autopar.plan.modules import NO_MODULE
 from autopar.plan.options import PlanRequest
 from autopar.plan.schema import ModuleRow, PlannedValue, PlanRecord
-from autopar.sharding.pins import Pin, Pins
 
 NEAREST_SHOWN = 5
 # Of a value: parts that are named one by one; and of the arguments that are asked for, those that are drawn.

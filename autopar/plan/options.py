@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from autopar.errors import InvalidArgumentError
+from autopar.ir.binding import Binding
 from autopar.ir.layout import Layout
+from autopar.ir.pins import Pins
 from autopar.ir.traced_step import ExpertLoad, ShardingsInCode
 from autopar.plan.schema import PlannedValue
-from autopar.sharding.binding import Binding
-from autopar.sharding.pins import Pins
 
 
 class Attention(enum.StrEnum):

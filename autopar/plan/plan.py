@@ -40,7 +40,7 @@ from autopar.plan.schema import FORMAT_VERSION, OptionValue, PlannedValue, PlanR
 
 # Plan files: JSON with a version and a checksum, so that a damaged plan never runs as another one.
 #
-# Whether a plan is one of its step shows where it is made into a function (`autopar.compiler.check_decisions`).
+# Whether a plan is one of its step shows where it is made into a function (`autopar.search.check_decisions`).
 
 
 _HINT = (
@@ -476,7 +476,7 @@ class Plan:
 
 def _pages() -> ModuleType:
     """The pages, whose templates nothing else needs: they are not loaded with autopar."""
-    from autopar.plan.report import page
+    from autopar.plan import page
 
     return page
 

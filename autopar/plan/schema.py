@@ -9,9 +9,9 @@ from autopar.common.trace_events import Timeline
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.step_errors import ONE_PROGRAM, PIPELINE, step_interval_s
 from autopar.ir.layout import Layout
+from autopar.ir.strategies import Strategy
 from autopar.ir.traced_step import ExpertLoad
 from autopar.lowering.lower import SolverReport
-from autopar.sharding.strategies import Strategy
 
 FORMAT_VERSION = 13
 # Of an option of XLA.
@@ -320,10 +320,10 @@ class PlanRecord:
     """The saved part of a plan.
 
     With a `pipeline`, `axis_sizes` and `decisions` are empty: each stage has its own. `axis_roles`: for each stage, the
-    roles of its mesh axes, which follow from its decisions (`autopar.compiler.write_plan`); `axis_names`: for each
+    roles of its mesh axes, which follow from its decisions (`autopar.search.write_plan`); `axis_names`: for each
     stage, their names, by a recipe, by pins or by these roles. `timeline`: that of a step in one program; a pipeline
     has its own.
-    `attention_kernel`: attention that this kernel (`autopar.attention.kernels.Kernel`) takes is one operation a pass of
+    `attention_kernel`: attention that this kernel (`ops.attention.kernels.Kernel`) takes is one operation a pass of
     the graph; empty: it is as it is written.
     `scan_recompute`: what the bodies of scans in it save for the backward pass; empty: what the code saves.
     `stacked_over`: in it equal matrices of the update are stacked for so many devices; 0: each for itself.

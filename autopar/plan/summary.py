@@ -1,6 +1,6 @@
 """A plan in short: what was chosen, what the step loses and to what, and what is alike as one row. Values only.
 
-`autopar.plan.render_summary` writes it as text, `autopar.plan.report` as a page.
+`autopar.plan.render_summary` writes it as text, `autopar.plan.page` as a page.
 """
 
 from __future__ import annotations

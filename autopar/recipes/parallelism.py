@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.calls.search import check_number, check_schedule
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
+from autopar.execute.search import check_number, check_schedule
+from autopar.ir.constraints import AxisUse
+from autopar.ir.parallelisms import GATHERS, cube, data_axis, square, tensor_axis
 from autopar.passes.remat import FORMS, is_policy
 from autopar.plan.options import PlanRequest
 from autopar.recipes.recipe import (
@@ -21,8 +23,6 @@ from autopar.recipes.recipe import (
     hybrid_axes,
     named,
 )
-from autopar.sharding.constraints import AxisUse
-from autopar.sharding.parallelisms import GATHERS, cube, data_axis, square, tensor_axis
 
 
 @named
@@ -258,7 +258,7 @@ def sequence_parallel(kind: str = "megatron", *, size: int | None = None, collec
       back. Parameters are whole (`combine(sp=..., zero=...)` shards them). Source: Jacobs et al., "DeepSpeed Ulysses",
       2023, section 3.
     * "ring": everywhere, also inside attention: keys, values and the sums of their gradients circulate in blocks
-      (`autopar.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
+      (`ops.attention.ring`). Needs no heads. Sources: Li et al., "Sequence Parallelism: Long Sequence Training from
       System Perspective", 2021; Liu et al., "Ring Attention with Blockwise Transformers", 2023.
     * "usp": as "ulysses" among as many neighbours as can share the heads of keys, and as "ring" among these groups.
       Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024.
@@ -282,7 +282,7 @@ def tensor_parallel(kind: str = "1d", *, size: int | None = None, depth: int | N
       "Megatron-LM", 2019, section 3. Over more devices than key and value heads it is two mesh axes: queries are split
       over both, keys and values by heads over the first alone.
     * "2d", "2.5d" with `depth` squares, "3d": blocks of every array, gathered for each product
-      (`autopar.sharding.parallelisms`).
+      (`autopar.ir.parallelisms`).
 
     `size` devices hold a copy of the model, all of them where it is None; the remaining ones are data parallel. A mesh
     has three axes, so "2.5d" and "3d" leave none for that (more depth of "2.5d" has the same effect).

@@ -13,15 +13,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import PartitionSpec
 
-from autopar.calls.search import check_number
 from autopar.errors import InvalidArgumentError, expect_one_of, expect_type
+from autopar.execute.search import check_number
+from autopar.ir.binding import Binding
+from autopar.ir.constraints import AxisUse
 from autopar.ir.jax_sharding import dims_of
 from autopar.ir.layout import AXIS_NAMES
+from autopar.ir.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
+from autopar.ir.pins import Pin, Pins
 from autopar.plan.options import HasRequest, PlanRequest
-from autopar.sharding.binding import Binding
-from autopar.sharding.constraints import AxisUse
-from autopar.sharding.parallelisms import data_axis, expert_axis, replica_axis, sequence_axis, tensor_axis
-from autopar.sharding.pins import Pin, Pins
 
 # The name of a recipe: the call of its function, as a plan made under it prints it.
 

@@ -86,9 +86,9 @@ def row_of(model: str, cluster: str, recipe: str, attempts: int) -> dict[str, An
     """The best of a recipe's settings."""
     from autopar import parallelize
     from autopar.benching import problem_of
-    from autopar.manual.making import made_of
     from autopar.plan.cache import SEARCH_VERSION
     from autopar.plan.render import in_short
+    from autopar.recipes.ways import made_of
 
     known, on = models()[model], cluster_of(cluster)
     step = parallelize(known.build().step, cluster=on, cache_dir=None)

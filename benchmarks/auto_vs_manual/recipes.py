@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Callable
 
 from autopar import recipes
-from autopar.intra_op.spmd_search import distinct_meshes
 from autopar.ir.layout import LogicalMesh, even_layout
-from autopar.manual.walks import FIRST_EXAMPLES, Attempt, Point, Problem, Walk, first_points, frontier, walk
-from autopar.manual.ways import (
+from autopar.plan.options import PlanRequest
+from autopar.recipes import Recipe
+from autopar.recipes.walks import FIRST_EXAMPLES, Attempt, Point, Problem, Walk, first_points, frontier, walk
+from autopar.recipes.ways import (
     MOST_STAGES,
     data_parallel,
     expert_and_data,
@@ -20,8 +21,7 @@ from autopar.manual.ways import (
     sequence,
     tensor_groups,
 )
-from autopar.plan.options import PlanRequest
-from autopar.recipes import Recipe
+from autopar.search.intra_op.spmd_search import distinct_meshes
 
 AUTO = "auto"
 

@@ -31,7 +31,7 @@ from typing import Any
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from autopar.sharding.rules import RuleBook  # noqa: E402
+from autopar.ir.rules import RuleBook  # noqa: E402
 from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
 from benchmarks.random_programs.forms import FORMS, SAME_RESULTS  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402

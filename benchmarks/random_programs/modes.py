@@ -17,11 +17,11 @@ import autopar
 from autopar import errors, recipes
 from autopar.frontend.tracing import trace
 from autopar.hardware import presets
-from autopar.microbatch.microbatch import micro_batched
-from autopar.microbatch.plain_loop import run_graph
+from autopar.ir.rules import RuleBook
+from autopar.passes.microbatch import micro_batched
+from autopar.passes.plain_loop import run_graph
 from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.standard_schedules import SCHEDULES
-from autopar.sharding.rules import RuleBook
 from benchmarks.random_programs.program import Program, load
 from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of
 

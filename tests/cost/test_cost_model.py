@@ -9,14 +9,14 @@ from autopar.cost.cost_model import CostsOnMeshes, cost_model, timed_kinds
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware.cluster import Cluster
-from autopar.inter_op.build_stages import build, cut_layers, stage_graphs
-from autopar.inter_op.decide_stages import BuildLimits, StageChoice
-from autopar.intra_op.ilp import ObjectiveWeights
 from autopar.ir.layout import LogicalMesh
-from autopar.kernels.operation import is_kernel
+from autopar.ir.rules import RuleBook
+from autopar.ops.kernels.operation import is_kernel
 from autopar.passes.split_scan import split_scans
-from autopar.sharding.rules import RuleBook
-from tests.kernels import ragged_steps
+from autopar.search.inter_op.build_stages import build, cut_layers, stage_graphs
+from autopar.search.inter_op.decide_stages import BuildLimits, StageChoice
+from autopar.search.intra_op.ilp import ObjectiveWeights
+from tests.ops.kernels import ragged_steps
 from tests.small_steps import chain_step, slow_cluster
 
 

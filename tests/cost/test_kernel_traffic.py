@@ -17,7 +17,7 @@ from autopar.frontend.tracing import trace
 from autopar.hardware import presets
 from autopar.ir.layout import LogicalMesh
 from autopar.ir.primitives import RAGGED_PRODUCT
-from autopar.sharding.rules import RuleBook
+from autopar.ir.rules import RuleBook
 
 ROWS, WIDE = (64, 32), (32, 32)
 

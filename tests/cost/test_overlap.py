@@ -21,12 +21,12 @@ from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Fabric, Link
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
-from autopar.intra_op.ilp import GivenLayouts, IntraOp
-from autopar.intra_op.mesh_searches import state_along_largest
-from autopar.intra_op.spmd_candidate import evaluated
 from autopar.ir.layout import Layout, LogicalMesh
+from autopar.ir.rules import RuleBook
 from autopar.plan.summary import timeline_of
-from autopar.sharding.rules import RuleBook
+from autopar.search.intra_op.ilp import GivenLayouts, IntraOp
+from autopar.search.intra_op.mesh_searches import state_along_largest
+from autopar.search.intra_op.spmd_candidate import evaluated
 from tests.small_steps import chain_step, grouped
 
 MEGABYTE = 1 << 20

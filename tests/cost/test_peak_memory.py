@@ -14,8 +14,8 @@ import autopar
 from autopar.cost import peak_memory
 from autopar.cost.peak_memory import CPU, GPU, TPU, MemoryProgram, MemoryStep
 from autopar.cost.xla_program import HOST_COPY, Tile
+from autopar.execute import aot
 from autopar.hardware.kinds import Platform
-from autopar.xla import aot
 from benchmarks.zoo import CASES
 
 BIG, SMALL = 1000, 10

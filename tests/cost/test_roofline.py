@@ -10,8 +10,6 @@ from msgspec.structs import replace
 
 import autopar
 from autopar import recipes
-from autopar.attention.kernels import Kernel
-from autopar.attention.work import block_bytes, flops
 from autopar.cost.cost_model import NodeCosts, cost_model
 from autopar.cost.inner_collectives import far_permute_s
 from autopar.cost.roofline import ProductRate, Work, attention_s, kernel_under, multiplied_share, product_rate, time_s
@@ -23,8 +21,10 @@ from autopar.hardware.collective_cost import CollectiveKind
 from autopar.hardware.kinds import FULL_FLOAT32, Platform
 from autopar.ir.graph import OpKind
 from autopar.ir.layout import LogicalMesh
-from autopar.sharding.rules import RuleBook
-from autopar.sharding.strategies import replicated_strategy
+from autopar.ir.rules import RuleBook
+from autopar.ir.strategies import replicated_strategy
+from autopar.ops.attention.kernels import Kernel
+from autopar.ops.attention.work import block_bytes, flops
 
 BF16, F32, F16, INT8, F64 = "bfloat16", "float32", "float16", "int8", "float64"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

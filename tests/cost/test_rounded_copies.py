@@ -9,11 +9,11 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.cost.overlap import timed, timed_beside, works_together
-from autopar.inter_op import build_stages
-from autopar.inter_op.staged import task_cost
+from autopar.ir.resharding import StepKind
 from autopar.lowering.instructions import Move
 from autopar.runtime.emit import joinable
-from autopar.sharding.resharding import StepKind
+from autopar.search.inter_op import build_stages
+from autopar.search.inter_op.staged import task_cost
 from benchmarks.zoo import CASES
 
 WIDTH, DEVICES = 256, 8

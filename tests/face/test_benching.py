@@ -16,13 +16,12 @@ from autopar.benching import INTERRUPTED, WAITS, Bench, problem_of
 from autopar.common.text import text_of_interval_s, text_of_part, text_of_s
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware import step_errors
-from autopar.manual.making import made_of
-from autopar.manual.walks import Outcome, Point, Problem, least_bubbles, more_stages_are_slower, takes_too_long
-from autopar.manual.ways import WAYS, applicable, way_called
 from autopar.plan import summary
 from autopar.plan.bench import PARTS, BenchRow, limits, parts, ranked
 from autopar.plan.rivals import advice_and_notes
 from autopar.recipes.parse import ALIASES
+from autopar.recipes.walks import Outcome, Point, Problem, least_bubbles, more_stages_are_slower, takes_too_long
+from autopar.recipes.ways import WAYS, applicable, made_of, way_called
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_batch, mlp_step, new_mlp_state
 
 OPTIONS = dict(cache_dir=None)

@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
-from autopar.command_line.kept_files import Kind, clear, kept_in
+from autopar.kept_files import Kind, clear, kept_in
 from tests.small_steps import MLP_BATCH, MLP_STATE, mlp_step
 
 

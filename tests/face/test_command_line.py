@@ -15,15 +15,15 @@ import time
 import pytest
 
 import autopar
+from autopar import commands
 from autopar.__main__ import main
 from autopar.benching import INTERRUPTED
-from autopar.command_line import commands
-from autopar.command_line.step_files import shapes_only
 from autopar.errors import InvalidArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.presets import H100
-from autopar.manual.making import made_of
 from autopar.recipes.parse import recipe_of
+from autopar.recipes.ways import made_of
+from autopar.step_files import shapes_only
 from tests.small_steps import MLP_BATCH, MLP_STATE, ROOT, TIMEOUT_S, grouped, mlp_step, start_python
 
 JOB = """
@@ -206,7 +206,7 @@ def test_devices_of_several_hosts_are_no_cards_of_one():
     ],
 )
 def test_ways_and_clusters_are_read_before_the_step_is_made(job, capsys, monkeypatch, recipe, hint):
-    monkeypatch.setattr("autopar.command_line.commands.shapes_only", lambda *given: pytest.fail("made"))
+    monkeypatch.setattr("autopar.commands.shapes_only", lambda *given: pytest.fail("made"))
     assert main(["bench", f"{job}:job", "--cluster", "dgx-h100", "--recipes", recipe]) == 1
     err = capsys.readouterr().err
     assert "expected 'data parallel', 'ZeRO-1'" in err
@@ -335,7 +335,7 @@ def test_a_compiler_that_is_missing_is_said_before_a_plan_is_searched_for(job, m
     def searched(*args):
         raise AssertionError("a plan is searched for")
 
-    monkeypatch.setattr("autopar.calls.plan_sources.make_plan", searched)
+    monkeypatch.setattr("autopar.execute.plan_sources.make_plan", searched)
     assert main(["verify", small_job(job), "--cluster", "tpu-v5e:2x4"]) == 1
     assert "got no module libtpu" in capsys.readouterr().err
 
@@ -614,6 +614,6 @@ def test_wrong_arguments_are_another_status(capsys):
 
 
 def test_a_page_in_no_folder_is_refused_before_planning(job, capsys, monkeypatch):
-    monkeypatch.setattr("autopar.command_line.commands.shapes_only", lambda *given: pytest.fail("planned"))
+    monkeypatch.setattr("autopar.commands.shapes_only", lambda *given: pytest.fail("planned"))
     assert main(["plan", f"{job}:job", "--report", "nowhere/plan.html"]) == 1
     assert "--report: expected a path in a folder that is there" in capsys.readouterr().err

@@ -12,10 +12,10 @@ from autopar import recipes
 from autopar.cost.compiler_options import assumed_options, exchange_options_of
 from autopar.cost.stream_simulator import ALL_BYTES, overlap_of
 from autopar.errors import InvalidArgumentError
+from autopar.execute import aot
+from autopar.execute.collectives import collectives
 from autopar.hardware.kinds import Platform
 from autopar.verification import compile_for_target
-from autopar.xla import aot
-from autopar.xla.collectives import collectives
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, grouped, mlp_batch, mlp_step, new_mlp_state
 

@@ -10,10 +10,10 @@ import autopar
 from autopar.errors import InvalidArgumentError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
-from autopar.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import Effort, PlanRequest
 from autopar.plan.rivals import BASELINES
+from autopar.search.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from tests.small_steps import assert_close, chain_step, grouped, mlp_batch, mlp_step, new_mlp_state, slow_cluster
 
 PARAMS = [jax.ShapeDtypeStruct((16_384, 16_384), jnp.float32)] * 8

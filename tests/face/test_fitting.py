@@ -14,7 +14,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.fitting import FitRow, Fitting, check_batch, largest, resized, unit_of
-from autopar.plan.report.fit_data import fit_values
+from autopar.plan.fit_data import fit_values
 from autopar.step_views import peak_on_other_batch
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, grouped, mlp_step, slow_cluster
 

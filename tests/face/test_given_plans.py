@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
-from autopar.xla import collectives
+from autopar.execute import collectives
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,

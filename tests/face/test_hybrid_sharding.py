@@ -9,12 +9,12 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import InvalidArgumentError
+from autopar.execute.collectives import collectives
 from autopar.hardware.collective_cost import CollectiveKind
-from autopar.intra_op.mesh_searches import baseline_bindings
-from autopar.xla.collectives import collectives
+from autopar.search.intra_op.mesh_searches import baseline_bindings
 from benchmarks.zoo import CASES
+from tests.execute.spanned_axes import spanned_axes
 from tests.small_steps import verified
-from tests.xla.spanned_axes import spanned_axes
 
 MLP = CASES["mlp"](batch=32)
 GPT = CASES["gpt"](layers=2, width=64, length=32, batch=16)

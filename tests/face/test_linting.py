@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.__main__ import main
 from autopar.errors import InvalidArgumentError, UnsupportedError
+from autopar.execute.collectives import collectives, traffic
 from autopar.frontend.jit_shardings import jit_shardings_of
 from autopar.hardware.cluster import Cluster
 from autopar.linting import _step_of
-from autopar.xla.collectives import collectives, traffic
 from tests.small_steps import ROOT
 
 WIDTH, HIDDEN, EXAMPLES = 4096, 16384, 8192

@@ -7,8 +7,8 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
-from autopar.command_line.step_files import returned_by, shapes_only
 from autopar.errors import InvalidArgumentError
+from autopar.step_files import returned_by, shapes_only
 from tests.small_steps import assert_close
 
 TINY = (

@@ -15,7 +15,7 @@ from autopar.__main__ import main
 from autopar.common import jax_compat
 from autopar.cost.cost_model import NodeCosts, cost_model, least_time_s, timed_kinds
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_step import LoweredWhole
+from autopar.execute.compiled_step import LoweredWhole
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.hardware import calibrate
@@ -23,6 +23,7 @@ from autopar.hardware.kinds import OperationTimes
 from autopar.hardware.measurement import FitQuality
 from autopar.ir.graph import OpKind, Role
 from autopar.ir.layout import LogicalMesh
+from autopar.ir.rules import RuleBook
 from autopar.measuring import (
     RanInstruction,
     check_cluster,
@@ -33,9 +34,8 @@ from autopar.measuring import (
     with_products,
     with_shares_of,
 )
-from autopar.monitoring.step_profile import DeviceEvent
-from autopar.sharding.rules import RuleBook
 from autopar.step_views import on_cluster
+from autopar.train.monitoring.step_profile import DeviceEvent
 from tests.hardware.test_calibrate import KnownClock
 from tests.small_steps import slow_cluster
 

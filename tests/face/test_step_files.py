@@ -7,8 +7,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.command_line.step_files import returned_by, shapes_only
 from autopar.errors import InvalidArgumentError
+from autopar.step_files import returned_by, shapes_only
 
 JOB = """
 import dataclasses

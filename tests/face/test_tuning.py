@@ -11,11 +11,11 @@ import pytest
 import autopar
 from autopar import tuning
 from autopar.common.progress import Progress
-from autopar.compiler import comparison
-from autopar.compiler.planner import make_plan, make_plans
 from autopar.errors import DonatedStateError, InvalidArgumentError, NotEnoughDevicesError, UnsupportedError
 from autopar.hardware import presets
 from autopar.hardware.cluster import Cluster, Link
+from autopar.search import comparison
+from autopar.search.planner import make_plan, make_plans
 from autopar.tuning import LEAST_ROUNDS, MOST_ROUNDS, alternate, tuned_by
 from tests.small_steps import (
     MLP_BATCH,

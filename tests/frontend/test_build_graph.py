@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from autopar.frontend.build_graph import build_graph, module_path, role_of
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Factor, FactorKind, OpKind, Role
-from autopar.sharding.rules import RuleBook
+from autopar.ir.rules import RuleBook
 
 BOOK = RuleBook()
 

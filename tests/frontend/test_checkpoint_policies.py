@@ -11,7 +11,7 @@ import autopar
 from autopar import recipes
 from autopar.frontend.build_graph import build_graph
 from autopar.ir.graph import Role
-from autopar.sharding.rules import RuleBook
+from autopar.ir.rules import RuleBook
 from tests.small_steps import slow_cluster
 
 EXAMPLES, WIDTH, INNER, LAYERS = 2048, 64, 256, 4

@@ -10,7 +10,7 @@ import autopar
 from autopar.frontend.build_graph import _joined, _module_of, build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Role, walk
-from autopar.sharding.rules import RuleBook
+from autopar.ir.rules import RuleBook
 
 OPTIMIZER = optax.adamw(1e-3)
 WIDTH = 8

@@ -11,13 +11,13 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.common.progress import Progress
-from autopar.compiler.planner import make_plan
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, walk
+from autopar.ir.rules import RuleBook
 from autopar.plan.options import PlanRequest
 from autopar.plan.plan import Trees
-from autopar.sharding.rules import RuleBook
+from autopar.search.planner import make_plan
 from tests.small_steps import assert_close, grouped, shapes, slow_cluster
 
 LAYERS, WIDTH, HIDDEN = 4, 16, 48

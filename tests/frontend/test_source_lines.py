@@ -14,7 +14,7 @@ import pytest
 from autopar.common import jax_compat
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
-from autopar.sharding.rules import RuleBook
+from autopar.ir.rules import RuleBook
 
 
 def lines_of(function, *shapes):

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from tests import small_steps as steps
-from tests.calls.test_calls import RECIPES, assert_same, parallel
+from tests.execute.test_calls import RECIPES, assert_same, parallel
 
 ADAM = optax.adamw(1e-2)
 

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.errors import InvalidArgumentError
+from autopar.execute import collectives
 from autopar.hardware import presets
 from autopar.hardware.collective_cost import (
     PLANNED_KINDS,
@@ -19,7 +20,6 @@ from autopar.hardware.collective_cost import (
     steps,
     time_s,
 )
-from autopar.xla import collectives
 
 MEGABYTE = 1_000_000.0
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, overhead_s=5e-6, source="test")

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.cost.roofline import Work, time_s
 from autopar.errors import InvalidArgumentError
+from autopar.execute import collectives
 from autopar.hardware import presets
 from autopar.hardware.collective_cost import PLANNED_KINDS, CollectiveKind
 from autopar.hardware.kinds import Platform
-from autopar.xla import collectives
 from tests.hardware import published_measurements
 
 KINDS = sorted(

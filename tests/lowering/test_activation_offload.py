@@ -8,18 +8,18 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiler.materialize import make_staged
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
-from autopar.executables.compiled_pipeline import lower_task
+from autopar.execute import aot
+from autopar.execute.compiled_pipeline import lower_task
 from autopar.hardware import presets
-from autopar.inter_op.tasks import groups_of_examples
 from autopar.ir.graph import RETURNED, Section
 from autopar.ir.layout import local_bytes
+from autopar.ir.rules import RuleBook
 from autopar.lowering.instructions import HostCopy
 from autopar.runtime.program import TaskKind
-from autopar.sharding.rules import RuleBook
-from autopar.xla import aot
+from autopar.search.inter_op.tasks import groups_of_examples
+from autopar.search.materialize import make_staged
 from benchmarks.zoo import CASES
 from tests.small_steps import slow_cluster, verified
 

@@ -9,10 +9,10 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiler.materialize import make_function
 from autopar.cost.cost_model import cost_model
 from autopar.errors import InvalidArgumentError
-from autopar.intra_op.spmd_candidate import memory_of
+from autopar.search.intra_op.spmd_candidate import memory_of
+from autopar.search.materialize import make_function
 from autopar.verification import lower_for_target, peak_bytes
 from tests.sections import BOOK
 from tests.small_steps import assert_close, grouped, slow_cluster

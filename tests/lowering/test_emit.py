@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar import recipes
+from autopar.execute import collectives
 from autopar.frontend.build_graph import build_graph, module_path, role_of, stack_of_module
 from autopar.frontend.tracing import trace
 from autopar.hardware.collective_cost import PLANNED_KINDS, Link, sent_bytes
 from autopar.ir.graph import Role
 from autopar.ir.jax_sharding import concrete_mesh, named_sharding
 from autopar.ir.layout import Layout, LogicalMesh, enumerate_with_partial
+from autopar.ir.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
+from autopar.ir.rules import RuleBook
 from autopar.lowering.emit import Emitter
-from autopar.sharding.resharding import MeshLinks, ReshardStep, StepKind, fits, gather_and_slice, paths
-from autopar.sharding.rules import RuleBook
-from autopar.xla import collectives
 from benchmarks.zoo import CASES
 from tests.small_steps import slow_cluster
 

@@ -15,8 +15,8 @@ from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind
 from autopar.ir.layout import Layout
+from autopar.ir.rules import RuleBook
 from autopar.lowering.emit import gradients_in_rows, in_whole_tiles
-from autopar.sharding.rules import RuleBook
 from autopar.verification import compile_for_target
 from tests.sections import plain_step
 

@@ -11,13 +11,13 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiler.materialize import make_function
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError, UnsupportedError
 from autopar.hardware import discovery, presets
 from autopar.lowering.host_copies import AHEAD, BUCKETS
 from autopar.lowering.instructions import HostCopy
 from autopar.plan.schema import MemoryKind
+from autopar.search.materialize import make_function
 from autopar.verification import compile_for_target
 from benchmarks.zoo import CASES
 from tests.small_steps import MLP_BATCH, MLP_STATE, assert_close, chain_loss, grouped, mlp_step, slow_cluster, verified

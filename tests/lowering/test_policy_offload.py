@@ -11,13 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import recipes
-from autopar.compiler.materialize import make_function, make_staged
 from autopar.cost.peak_memory import allocated_bytes
 from autopar.errors import InvalidArgumentError
 from autopar.ir.graph import HOST, RETURNED, OpKind, Section
+from autopar.ir.rules import RuleBook
 from autopar.lowering.host_copies import AHEAD
 from autopar.lowering.instructions import HostCopy, Loop, host_copies_in
-from autopar.sharding.rules import RuleBook
+from autopar.search.materialize import make_function, make_staged
 from autopar.verification import compile_for_target
 from tests.small_steps import assert_close, slow_cluster
 

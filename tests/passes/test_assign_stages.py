@@ -15,12 +15,12 @@ from autopar.cost.roofline import flops_of
 from autopar.errors import InvalidArgumentError
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Section, read_by
-from autopar.microbatch.microbatch import micro_batched
+from autopar.ir.rules import RuleBook
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign, balanced, more_layers
 from autopar.passes.fold_layers import layer_kinds, members_of
 from autopar.passes.layers import Layers, find_layers
-from autopar.sharding.rules import RuleBook
+from autopar.passes.microbatch import micro_batched
 from benchmarks.zoo.encoder_decoder import encoder_decoder
 from benchmarks.zoo.gpt import gpt, gpt_bf16, gpt_remat
 from benchmarks.zoo.mlp import mlp

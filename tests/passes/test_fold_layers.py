@@ -7,10 +7,10 @@ import pytest
 from autopar.cost.roofline import flops_of
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, read_by
-from autopar.microbatch.microbatch import micro_batched
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.fold_layers import fold_layers, layer_kinds, members_of
 from autopar.passes.layers import find_layers
+from autopar.passes.microbatch import micro_batched
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
 from tests.small_steps import chain_step

@@ -9,8 +9,8 @@ from autopar.cost.roofline import flops_of
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import OpKind, Role, Section
+from autopar.ir.semantics import annotate_semantics
 from autopar.passes.fold_step import GraphViews, fold_step
-from autopar.sharding.semantics import annotate_semantics
 from benchmarks.zoo import CASES
 from tests.sections import BOOK
 from tests.small_steps import chain_step

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from autopar.cost.roofline import flops_of
 from autopar.ir.graph import OpKind
-from autopar.microbatch.plain_loop import read
 from autopar.passes import layers
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.layers import find_layers, layer_ops, portable_ops
+from autopar.passes.plain_loop import read
 from benchmarks.zoo.gpt import gpt, gpt_odd, gpt_remat
 from benchmarks.zoo.mlp import mlp
 from tests.sections import plain_step, run, sectioned, traced_step, zoo_step

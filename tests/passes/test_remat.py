@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.attention.match import blockwise
 from autopar.cost.roofline import flops_of
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.ir.graph import OpKind, Section, read_by
 from autopar.ir.rewrite import remove_dead, renumbered
+from autopar.ops.attention.match import blockwise
 from autopar.passes import remat
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import Section, read_by
-from autopar.microbatch.microbatch import micro_batched
+from autopar.ir.rules import RuleBook
+from autopar.passes.microbatch import micro_batched
 from autopar.passes.remat_cheap import copies_state, sink_cheap_ops
-from autopar.sharding.rules import RuleBook
 
 
 def cut(step, m=1):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.ir.semantics import annotate_semantics
 from autopar.passes.saved_arrays import saved_arrays
-from autopar.sharding.semantics import annotate_semantics
 from tests.sections import sectioned, traced_step
 
 WIDTH, INNER, EXAMPLES = 4, 6, 8

@@ -16,13 +16,13 @@ from autopar.errors import DonatedStateError, InvalidArgumentError
 from autopar.frontend.recompute_in_scans import Recompute
 from autopar.frontend.tracing import trace
 from autopar.hardware.collective_cost import Link
-from autopar.inter_op.build_stages import cut_layers, layers_of_pieces
 from autopar.ir.traced_step import TracedStep
 from autopar.passes.assign_layers import assign_layers
 from autopar.passes.assign_stages import assign
 from autopar.passes.fold_layers import fold_layers
 from autopar.passes.remat import rematerialise
 from autopar.passes.split_scan import LeafSlice, SplitStep, split_scans
+from autopar.search.inter_op.build_stages import cut_layers, layers_of_pieces
 from tests.sections import BOOK, evaluate, text
 from tests.sections import assert_same_numbers as assert_same_numbers_of_graphs
 from tests.small_steps import assert_close, slow_cluster

@@ -10,13 +10,13 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.execute import aot
 from autopar.frontend.tracing import trace
 from autopar.ir.graph import SUMMED_PRODUCT, OpKind
-from autopar.microbatch.microbatch import micro_batched
-from autopar.microbatch.plain_loop import run_graph
+from autopar.ir.rules import RuleBook
+from autopar.passes.microbatch import micro_batched
+from autopar.passes.plain_loop import run_graph
 from autopar.passes.summed_products import with_summed_products
-from autopar.sharding.rules import RuleBook
-from autopar.xla import aot
 from benchmarks.zoo.float8 import float8_product
 from tests.small_steps import assert_close
 

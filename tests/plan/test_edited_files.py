@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import errors
 from autopar.plan.comparison import Comparison
-from autopar.plan.report.page import page_of
+from autopar.plan.page import page_of
 from tests.small_steps import (
     MLP_BATCH,
     MLP_STATE,

@@ -12,8 +12,8 @@ from autopar import errors
 from autopar.common.paths import matches, parts_of, without_scan_parts
 from autopar.frontend.build_graph import build_graph
 from autopar.hardware.cluster import Cluster
+from autopar.ir.rules import RuleBook
 from autopar.plan import modules, render, render_summary, summary
-from autopar.sharding.rules import RuleBook
 from benchmarks.zoo import CASES
 from tests.small_steps import grouped, shapes, slow_cluster, transformer
 

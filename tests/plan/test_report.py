@@ -13,11 +13,10 @@ import autopar
 from autopar.common.trace_events import DEVICES, LINKS, TraceEvent
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout
-from autopar.plan import summary
+from autopar.plan import page, summary
 from autopar.plan.bench import sent
-from autopar.plan.report import page
-from autopar.plan.report.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
-from autopar.plan.report.page import (
+from autopar.plan.drawing import BETWEEN, BETWEEN_STAGES, INSIDE, drawing_of, link_loads, stages_of_devices
+from autopar.plan.page import (
     PARTS,
     Token,
     candidate_rows,

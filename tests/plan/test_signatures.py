@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler.check_decisions import check_operations
 from autopar.errors import PlanMismatchError
 from autopar.frontend.build_graph import build_graph
 from autopar.frontend.tracing import trace
+from autopar.ir.rules import RuleBook
 from autopar.plan.codec import signature
-from autopar.sharding.rules import RuleBook
+from autopar.search.check_decisions import check_operations
 from tests.small_steps import grouped
 
 PARAMS = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}

@@ -3,8 +3,8 @@
 import dataclasses
 
 from autopar import Cluster, recipes
-from autopar.manual.walks import Outcome, Point, Problem, first_points, frontier, walk
-from autopar.manual.ways import megatron
+from autopar.recipes.walks import Outcome, Point, Problem, first_points, frontier, walk
+from autopar.recipes.ways import megatron
 from benchmarks.auto_vs_manual.__main__ import HARDWARE, beside_search, came_to, selected
 from benchmarks.auto_vs_manual.models import cluster_of, models
 

@@ -7,13 +7,13 @@ import pytest
 from autopar import parallelize, recipes
 from autopar.benching import problem_of
 from autopar.common.progress import Progress
-from autopar.compiler.planner import make_plan
 from autopar.errors import MemoryLimitError
 from autopar.hardware.cluster import Cluster
-from autopar.manual import making
-from autopar.manual.walks import RECOMPUTE
+from autopar.ir.rules import RuleBook
 from autopar.plan.context import StepGraphs
-from autopar.sharding.rules import RuleBook
+from autopar.recipes import ways
+from autopar.recipes.walks import RECOMPUTE
+from autopar.search.planner import make_plan
 from benchmarks.auto_vs_manual.models import Model
 from benchmarks.auto_vs_manual.recipes import RECIPES
 
@@ -57,8 +57,8 @@ def best_of_all(options: dict[str, int], cluster: Cluster) -> float:
 def test_the_best_setting_is_the_best_of_all(monkeypatch, recipe, options, memory_bytes):
     cluster = dataclasses.replace(V100, device=dataclasses.replace(V100.device, memory_bytes=int(memory_bytes)))
     made = []
-    monkeypatch.setattr(making, "make_plan", lambda *args: made.append(args[3]) or make_plan(*args))
+    monkeypatch.setattr(ways, "make_plan", lambda *args: made.append(args[3]) or make_plan(*args))
     problem = traced(cluster)
-    found = making.made_of(problem, RECIPES[recipe](problem))
+    found = ways.made_of(problem, RECIPES[recipe](problem))
     assert found.plan.predicted.step_time_s == pytest.approx(best_of_all(options, cluster), rel=1e-9)
     assert len(made) < found.attempts

@@ -1,9 +1,0 @@
-"""`python -m autopar.launch`."""
-
-import sys
-
-from autopar.launch.command_line import parse
-from autopar.launch.supervisor import launch
-
-if __name__ == "__main__":
-    sys.exit(launch(parse(sys.argv[1:])))

@@ -1,0 +1,6 @@
+"""What surrounds a step in a training run: data, precision, checkpoints, monitoring, launching.
+
+In: A step, its plan and its state; a source of examples; a command line.
+Out: Batches, checkpoints, rows of metrics, processes.
+May import: common to recipes, in the order of tests/test_imports.py; `train.launch` the standard library alone.
+"""
