@@ -297,7 +297,7 @@ def test_what_addresses_examples_by_position_runs_on_the_whole_batch():
 @pytest.mark.parametrize("name", [*(name for name in BY_POSITION if name not in ("concatenate", "tile")), *IN_BLOCKS])
 def test_gradients_do_not_pass_through_what_mixes_examples(name):
     function = {**BY_POSITION, **IN_BLOCKS}[name]
-    line = f"microbatch/test_example_rules.py:{inspect.getsourcelines(function)[1]}:"
+    line = f"passes/test_example_rules.py:{inspect.getsourcelines(function)[1]}:"
     with pytest.raises(MixedExamplesError, match="mixes the examples of the batch") as caught:
         micro_batched(traced(trained(function), state(), batch()), 2, RULES)
     assert line in str(caught.value)

@@ -377,7 +377,7 @@ def test_batch_norm_is_refused_by_name():
         return losses(p, b | {"x": batch_norm(b["x"] @ p["a"])}).mean()
 
     t = traced(training(loss), weights(), examples())
-    with pytest.raises(MixedExamplesError, match=r"^norm at .*microbatch/test_microbatch.py:\d+:\d+ \(batch_norm\)"):
+    with pytest.raises(MixedExamplesError, match=r"^norm at .*passes/test_microbatch.py:\d+:\d+ \(batch_norm\)"):
         micro_batched(t, 2, RULES)
     check(training(loss), weights(), examples(), 1)
 

@@ -429,7 +429,7 @@ def test_compiled_programs_send_the_bytes_that_were_predicted(widths, rows):
 
 def test_the_page_on_how_a_plan_is_chosen_shows_what_its_snippets_print(monkeypatch):
     monkeypatch.undo()  # as a reader runs them: sends run beside computing
-    page = Path(__file__).parents[2] / "docs" / "how-a-plan-is-chosen.md"
+    page = Path(__file__).parents[3] / "docs" / "how-a-plan-is-chosen.md"
     names, printed, compared = {}, io.StringIO(), 0
     for language, block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.DOTALL):
         if language == "python":

@@ -35,7 +35,7 @@ from autopar.errors import (
 from benchmarks.zoo import CASES
 from tests.train.checkpoint.trees import assert_equal
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Batches:

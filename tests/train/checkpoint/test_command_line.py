@@ -16,7 +16,7 @@ from autopar.__main__ import main
 from autopar.checkpoint import Checkpointer
 from benchmarks.zoo import CASES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Position:

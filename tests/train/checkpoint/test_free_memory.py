@@ -12,7 +12,7 @@ import pytest
 from autopar.train.checkpoint import array_files
 from autopar.train.checkpoint.array_files import GivingBack, give_back_free_memory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PIECE, PIECES = 64 << 10, 2000  # below the size from which malloc maps memory of its own
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.common.launched import VARIABLES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMIT_S = 60.0
 
 
