@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from autopar.common import jax_compat
 from autopar.errors import InvalidArgumentError
@@ -281,14 +282,19 @@ def _state_parts(binding: Binding, graph: OpGraph, num_devices: int) -> int:
     def bytes_on_each(parts: int) -> float:
         sizes = (*mesh.axis_sizes[:axis], parts, *mesh.axis_sizes[axis + 1 :])
         inside = LogicalMesh(axis_sizes=sizes)
-        return sum(value.nbytes / most_parts(value, inside, constraints) for value in values)
+        return bytes_on_each_device(values, inside, constraints)
 
     n = mesh.axis_sizes[axis]
     best = min((parts for parts in range(2, n + 1) if n % parts == 0), key=bytes_on_each, default=n)
     return best if bytes_on_each(best) < (1 - LEAST_GAIN) * bytes_on_each(n) else 0
 
 
-def most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
+def bytes_on_each_device(values: Iterable[Value], mesh: LogicalMesh, constraints: Constraints) -> float:
+    """The least bytes of values on each device, where each is split over all devices that may split it."""
+    return sum(value.nbytes / _most_parts(value, mesh, constraints) for value in values)
+
+
+def _most_parts(value: Value, mesh: LogicalMesh, constraints: Constraints) -> int:
     """The most parts that allowed layouts split a value into."""
     layouts = list(enumerate_layouts(value.shape, mesh))
     allowed = constraints.allowed(value, layouts)

@@ -228,7 +228,15 @@ def _additions_over_stages(
     return moved
 
 
-def sums_in_place(graph: OpGraph) -> list[int]:
+def held_through(graph: OpGraph) -> list[int]:
+    """What a step holds through its last micro-batch, however its layers are cut into stages: the state, which the
+    update reads, and the sums of the micro-batches before, if there are any.
+    """
+    state = [v for position, v in enumerate(graph.block.inputs) if position not in graph.batch]
+    return [*state, *(_sums_in_place(graph) if graph.num_microbatches > 1 else ())]
+
+
+def _sums_in_place(graph: OpGraph) -> list[int]:
     """The sums over micro-batches that no assignment of stages takes behind the loop."""
     readers: dict[int, list[Op]] = {}
     for op in graph.block.ops:

@@ -22,7 +22,7 @@ from autopar import recipes
 from autopar.common.progress import Progress
 from autopar.cost.cost_model import least_time_s
 from autopar.errors import AutoparError, MemoryLimitError
-from autopar.ir.binding import most_parts
+from autopar.ir.binding import bytes_on_each_device
 from autopar.passes.remat import policies_of
 from autopar.plan.context import PlanningContext
 from autopar.plan.options import PlanRequest
@@ -269,15 +269,13 @@ class Estimates:
         """A request under which the arguments alone exceed the memory, each split along every axis that may split it:
         without a recipe, over all devices.
         """
-        request, graph, needed_bytes = context.request, context.views.annotated, 0.0
+        request, graph = context.request, context.views.annotated
         first, n = len(graph.constants), context.cluster.num_devices
-        in_host = {graph.block.inputs[first + i] for i in request.in_host}
         bound = request.binding.on(n) if request.binding is not None else None
-        if bound is not None:
-            in_host |= bound[1].in_host(graph)
-        for at in graph.donated:
-            value = graph.values[graph.block.inputs[at]]
-            needed_bytes += 0 if value.id in in_host else value.nbytes / (most_parts(value, *bound) if bound else n)
+        in_host = {graph.block.inputs[first + i] for i in request.in_host}
+        in_host |= bound[1].in_host(graph) if bound is not None else set()
+        state = [graph.values[v] for v in (graph.block.inputs[at] for at in graph.donated) if v not in in_host]
+        needed_bytes = bytes_on_each_device(state, *bound) if bound is not None else sum(v.nbytes for v in state) / n
         if needed_bytes <= context.limit_bytes:
             return None
         return Outcome(

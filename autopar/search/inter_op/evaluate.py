@@ -6,9 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from autopar.common.text import text_of_bytes
 from autopar.errors import BatchMismatchError, PlanMismatchError, SolverError, UnsupportedError
-from autopar.ir.binding import Binding
+from autopar.ir.binding import Binding, bytes_on_each_device
 from autopar.ir.constraints import Constraints
+from autopar.passes.assign_stages import held_through
 from autopar.plan.context import PlanningContext, Rejection
 from autopar.plan.options import Effort
 from autopar.plan.schema import CandidateRecord
@@ -255,6 +257,22 @@ class PipelineEvaluator:
         error = ESTIMATE_ERROR if self.context.request.effort is Effort.THOROUGH else 0.0
         time_s = (1 - error) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
+
+    def held_bytes(self, m: int, binding: Binding) -> int:
+        """The least bytes that each device holds through m micro-batches under a binding: its part of the state, and of
+        the sums of the micro-batches before.
+        """
+        graph = self.cuts[m].annotated.graph
+        mesh, constraints = binding.on(self.cluster.num_devices)
+        in_host, held = constraints.in_host(graph), held_through(graph)
+        return int(bytes_on_each_device((graph.values[v] for v in held if v not in in_host), mesh, constraints))
+
+    def does_not_fit(self, m: int, name: str, held_bytes: int) -> None:
+        """Remembers a recipe of one stage that is not evaluated for what it holds."""
+        why = f"not evaluated: the state and the sums of {m} micro-batches take {text_of_bytes(held_bytes)} on each device"
+        self.not_built.append(
+            Rejection(source=SOURCE, text=f"{m} micro-batches, {name}", why=why, peak_bytes=held_bytes)
+        )
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:
         """The least bytes of a choice of one stage in m micro-batches; 0 where they are not found in time."""

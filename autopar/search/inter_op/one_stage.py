@@ -161,9 +161,16 @@ def refine_one_stage(evaluated: PipelineEvaluator, others: MicrobatchCounts, cou
 
 
 def of_recipes(evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, choice: StageChoice) -> None:
-    """Evaluates one stage under data parallelism and ZeRO, which may come near the best."""
-    for name, binding in baseline_bindings(evaluated.cluster):
-        if not others.take_too_long(m, evaluated.best) and evaluated.may_gain(m, choice):
+    """Evaluates one stage under data parallelism and ZeRO, which may come near the best: the leanest first, and none
+    that holds more through its micro-batches than a device has.
+    """
+    held = [(evaluated.held_bytes(m, binding), name, binding) for name, binding in baseline_bindings(evaluated.cluster)]
+    for nbytes, name, binding in sorted(held, key=lambda recipe: recipe[0]):
+        if others.take_too_long(m, evaluated.best) or not evaluated.may_gain(m, choice):
+            return
+        if nbytes > evaluated.limit_bytes:
+            evaluated.does_not_fit(m, name, nbytes)
+        else:
             evaluated.refined(m, choice, name, binding)
 
 

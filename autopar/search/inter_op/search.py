@@ -19,7 +19,7 @@ from autopar.frontend.callbacks import refuse_callbacks
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import OpGraph, Section
 from autopar.ir.layout import LogicalMesh
-from autopar.passes.assign_stages import balanced, more_layers, sums_in_place
+from autopar.passes.assign_stages import balanced, held_through, more_layers
 from autopar.passes.layers import MAX_LAYERS
 from autopar.passes.remat_cheap import copies_state
 from autopar.passes.smaller_step import num_examples
@@ -77,11 +77,9 @@ from autopar.solver import Schedule, StageOption, StagePlan, StageProblem, best_
 
 def held_bytes(graph: OpGraph) -> int:
     """Bytes that all devices together hold through the last micro-batch, however its layers are cut into stages and
-    sharded: the state, which the update reads, and the sums of the micro-batches before, if there are any.
+    sharded.
     """
-    state = (v for position, v in enumerate(graph.block.inputs) if position not in graph.batch)
-    sums = sums_in_place(graph) if graph.num_microbatches > 1 else ()
-    return sum(graph.values[v].nbytes for v in (*state, *sums))
+    return sum(graph.values[v].nbytes for v in held_through(graph))
 
 
 def why_too_large(graph: OpGraph, cluster: Cluster, limit_bytes: int) -> str | None:
