@@ -46,9 +46,9 @@ from autopar.search.inter_op.search import pipeline_candidates
 from autopar.search.inter_op.staged import least_handed_out_s
 from autopar.search.inter_op.truncated_model import ESTIMATE_ERROR
 from autopar.search.intra_op.mesh_searches import (
-    baseline_bindings,
     baseline_candidates,
     check_state_fits,
+    leanest_bindings,
     mesh_candidates,
 )
 from autopar.search.intra_op.spmd_candidate import SpmdCandidate
@@ -362,9 +362,7 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
     """
     request, traced = context.request, context.traced
-    has_scans = any(op.blocks for op in context.graph.block.ops)
-    is_compared = (has_scans or request.effort is Effort.QUICK) and admits_one_program(traced, context.cluster, request)
-    is_asked = is_compared or traced.stacked_over > 0
+    is_asked = traced.stacked_over > 0 or admits_one_program(traced, context.cluster, request)
     is_free = request.leaves_layouts_free and not request.names_pipeline and not request.in_host
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not is_asked or not is_free or not is_even or context.fastest_s < math.inf:
@@ -401,7 +399,8 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
 
 def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate]:
     """One stage under ZeRO-3; where the search ends with it, beside data parallelism and other stages of ZeRO in as
-    many micro-batches by their estimates, of which the fastest is built where it is faster.
+    many micro-batches by their estimates, as far as the state leaves room, of which the fastest is built where it is
+    faster.
     """
     if context.after([zero]).may_gain_by_stages:
         yield dataclasses.replace(zero, weighed=(zero.record,))
@@ -409,8 +408,12 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
     best: PipelineEstimate | PipelineCandidate = zero
     weighed, fastest = [best], None
     first, _ = estimated_in_time(context, zero.hoist_casts)
-    for name, plain in baseline_bindings(context.cluster):
-        binding = with_groups(plain, context.views.annotated, context.cluster.num_devices)
+    graph = context.views.annotated
+    state = [graph.block.inputs[position] for position in sorted(graph.donated)]
+    for nbytes, name, plain in leanest_bindings(context.cluster, graph, state):
+        if nbytes > context.limit_bytes:
+            break
+        binding = with_groups(plain, graph, context.cluster.num_devices)
         # All of them compute as much in these micro-batches.
         may_gain = first is None or first.least_s < (1 - ESTIMATE_ERROR) * best.step_time_s
         if binding == context.request.binding or not may_gain or context.deadline.passed:

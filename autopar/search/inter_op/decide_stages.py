@@ -337,27 +337,49 @@ def fit_stages(
 
     Stages that exceed the memory are decided again with a higher price on the bytes of their state, then with that
     price also on values saved for backward passes, then with higher prices on both, `MOST_PRICES` times at most, unless
-    their state exceeds it whatever is decided, or the step takes too long already. `of_whole`: how many times as much
-    state, and time, the whole step has as the stages that are decided.
+    their state exceeds it whatever is decided, or the step takes too long already. Where the first two of these prices
+    do not do, the highest come next, and no other where these do not. `of_whole`: how many times as much state, and
+    time, the whole step has as the stages that are decided.
     """
-    numbers: list[int] = []
     rounds: list[Round] = []
-    for left in reversed(range(MOST_PRICES + 1 if limits.decides_again else 1)):
+    made: dict[tuple[int, ...], Pipeline] = {}
+
+    def decided() -> tuple[Pipeline, list[int], StageDecisions]:
+        """The pipeline under the present weights, the stages that exceed the memory, and the decisions."""
         decisions = decider.decide(terms)
-        before, numbers = numbers, [number for number, _ in decisions]
-        if numbers != before:
-            pipeline = simulated(decisions)
-        rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(pipeline.peak_bytes)))
-        over = [q for q, group in enumerate(schedule.mesh_of_stage) if pipeline.peak_bytes[group] > limits.limit_bytes]
-        if not over or not left or pipeline.step_time_s >= limits.to_beat_s:
+        numbers = tuple(number for number, _ in decisions)
+        if numbers not in made:
+            made.clear()  # pipelines take much memory
+            made[numbers] = simulated(decisions)
+        found = made[numbers]
+        rounds.append(Round(terms=tuple(terms), peak_bytes=tuple(found.peak_bytes)))
+        groups = enumerate(schedule.mesh_of_stage)
+        return found, [q for q, group in groups if found.peak_bytes[group] > limits.limit_bytes], decisions
+
+    def leaner(q: int, decisions: StageDecisions) -> ObjectiveWeights:
+        dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
+        known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
+        in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
+        return _leaner(terms[q], known_s_per_byte, dear, in_flight)
+
+    pipeline, over, decisions = decided()
+    for number in range(MOST_PRICES if limits.decides_again else 0):
+        if not over or pipeline.step_time_s >= limits.to_beat_s:
             break
         if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break
         for q in over:
-            dear = FIRST_PRICE * decisions[q][1].report.objective_s * of_whole / limits.limit_bytes
-            known_s_per_byte = choice.terms[q].s_per_byte if choice.terms else dear
-            in_flight = schedule.in_flight[schedule.mesh_of_stage[q]] // schedule.chunks
-            terms[q] = _leaner(terms[q], known_s_per_byte, dear, in_flight)
+            terms[q] = leaner(q, decisions)
+        if number == 2:
+            walked = list(terms)
+            for _ in range(number + 1, MOST_PRICES):
+                for q in over:
+                    terms[q] = leaner(q, decisions)
+            pipeline, too_large, decisions = decided()
+            if too_large:
+                break
+            terms[:] = walked
+        pipeline, over, decisions = decided()
     return pipeline, tuple(rounds)
 
 

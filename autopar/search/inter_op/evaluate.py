@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.common.text import text_of_bytes
 from autopar.errors import BatchMismatchError, PlanMismatchError, SolverError, UnsupportedError
-from autopar.ir.binding import Binding, bytes_on_each_device
+from autopar.ir.binding import Binding
 from autopar.ir.constraints import Constraints
 from autopar.passes.assign_stages import held_through
 from autopar.plan.context import PlanningContext, Rejection
@@ -23,6 +23,7 @@ from autopar.search.inter_op.stage_costs import PricedOption
 from autopar.search.inter_op.stage_problems import Posed, in_turn
 from autopar.search.inter_op.truncated_model import ESTIMATE_ERROR, TruncatedModel, estimate, least_bytes, short_step
 from autopar.search.intra_op.ilp import ObjectiveWeights
+from autopar.search.intra_op.mesh_searches import leanest_bindings
 from autopar.solver import NoStages, Schedule, StagePlan, StageProblem, best_stages, fullness
 
 # The number of plans that are built: the best by the tables, for each number of micro-batches in turn. The best of one
@@ -258,21 +259,18 @@ class PipelineEvaluator:
         time_s = (1 - error) * estimate.step_time_s
         return self.best_built is None or (not fits, time_s) < self.best_built.rank(self.limit_bytes)
 
-    def held_bytes(self, m: int, binding: Binding) -> int:
-        """The least bytes that each device holds through m micro-batches under a binding: its part of the state, and of
-        the sums of the micro-batches before.
+    def recipes(self, m: int) -> list[tuple[int, str, Binding]]:
+        """Data parallelism and ZeRO of one stage in m micro-batches, each after the least bytes that a device holds
+        through them, the leanest first.
         """
         graph = self.cuts[m].annotated.graph
-        mesh, constraints = binding.on(self.cluster.num_devices)
-        in_host, held = constraints.in_host(graph), held_through(graph)
-        return int(bytes_on_each_device((graph.values[v] for v in held if v not in in_host), mesh, constraints))
+        return leanest_bindings(self.cluster, graph, held_through(graph))
 
     def does_not_fit(self, m: int, name: str, held_bytes: int) -> None:
         """Remembers a recipe of one stage that is not evaluated for what it holds."""
-        why = f"not evaluated: the state and the sums of {m} micro-batches take {text_of_bytes(held_bytes)} on each device"
-        self.not_built.append(
-            Rejection(source=SOURCE, text=f"{m} micro-batches, {name}", why=why, peak_bytes=held_bytes)
-        )
+        text, held = f"{m} micro-batches, {name}", text_of_bytes(held_bytes)
+        why = f"not evaluated: the state and the sums of the micro-batches take {held} on each device"
+        self.not_built.append(Rejection(source=SOURCE, text=text, why=why, peak_bytes=held_bytes))
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:
         """The least bytes of a choice of one stage in m micro-batches; 0 where they are not found in time."""

@@ -22,7 +22,6 @@ from autopar.search.inter_op.search_space import NEAR_THE_BEST, own_meshes
 from autopar.search.inter_op.stage_costs import LayerPolicies
 from autopar.search.inter_op.staged import StagedStep
 from autopar.search.inter_op.truncated_model import ESTIMATE_ERROR
-from autopar.search.intra_op.mesh_searches import baseline_bindings
 
 
 def least_in_turn_s(staged: StagedStep, most_devices: int) -> float:
@@ -164,12 +163,11 @@ def of_recipes(evaluated: PipelineEvaluator, others: MicrobatchCounts, m: int, c
     """Evaluates one stage under data parallelism and ZeRO, which may come near the best: the leanest first, and none
     that holds more through its micro-batches than a device has.
     """
-    held = [(evaluated.held_bytes(m, binding), name, binding) for name, binding in baseline_bindings(evaluated.cluster)]
-    for nbytes, name, binding in sorted(held, key=lambda recipe: recipe[0]):
+    for held_bytes, name, binding in evaluated.recipes(m):
         if others.take_too_long(m, evaluated.best) or not evaluated.may_gain(m, choice):
             return
-        if nbytes > evaluated.limit_bytes:
-            evaluated.does_not_fit(m, name, nbytes)
+        if held_bytes > evaluated.limit_bytes:
+            evaluated.does_not_fit(m, name, held_bytes)
         else:
             evaluated.refined(m, choice, name, binding)
 

@@ -265,7 +265,9 @@ def estimated_one_stage(context: PlanningContext, *, keeps: bool = False) -> Pip
 def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> tuple[PipelineEstimate | None, int]:
     """(the estimate of one stage, with copies of the state for all micro-batches or not; what it may need less without)
 
-    `keeps`: the whole graph in micro-batches is kept, to be built. Raises: as `estimated_one_stage`.
+    `keeps`: the whole graph in micro-batches is kept, to be built, and the stages of the short one.
+
+    Raises: as `estimated_one_stage`.
     """
     request, cluster, traced, graphs = context.request, context.cluster, context.traced, context.graphs
     binding, m = request.binding, request.num_microbatches or 1
@@ -291,7 +293,8 @@ def _estimated(context: PlanningContext, hoist_casts: bool, *, keeps: bool) -> t
                     to_beat_s=math.inf, binding=binding, rounds=known.rounds, least_s=known.least_s,
                 )
             )  # fmt: skip
-        one.short.forget_stages()
+        if not keeps:
+            one.short.forget_stages()
         return min(found, key=lambda at: _rank(at, context)) if len(found) == len(one.choices) else None
 
     with context.progress.pass_("estimate stages"):

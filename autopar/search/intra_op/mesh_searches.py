@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from autopar.cost.cost_model import cost_model
 from autopar.cost.xla_program import place_names
 from autopar.errors import InvalidArgumentError, MemoryLimitError
 from autopar.hardware.cluster import Cluster
-from autopar.ir.binding import Binding, with_groups
+from autopar.ir.binding import Binding, bytes_on_each_device, with_groups
 from autopar.ir.graph import Block, OpGraph, read_by
 from autopar.ir.layout import Layout, LogicalMesh
 from autopar.ir.parallelisms import data_axis, replica_axis, tensor_axis
@@ -250,6 +250,19 @@ def baseline_bindings(cluster: Cluster) -> list[tuple[str, Binding]]:
             if zero
         ]
     return found
+
+
+def leanest_bindings(cluster: Cluster, graph: OpGraph, held: Collection[int]) -> list[tuple[int, str, Binding]]:
+    """Those of `baseline_bindings`, each after the least bytes of some values of an annotated graph on each device, the
+    leanest first.
+    """
+    found = []
+    for name, binding in baseline_bindings(cluster):
+        mesh, constraints = binding.on(cluster.num_devices)
+        in_host = constraints.in_host(graph)
+        values = (graph.values[v] for v in held if v not in in_host)
+        found.append((int(bytes_on_each_device(values, mesh, constraints)), name, binding))
+    return sorted(found, key=lambda recipe: recipe[0])
 
 
 def state_along_largest(graph: OpGraph, mesh: LogicalMesh) -> tuple[tuple[int, Layout], ...]:

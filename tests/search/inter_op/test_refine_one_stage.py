@@ -1,6 +1,6 @@
 """One stage that comes near the best is decided again, in numbers of micro-batches in which that may fit."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -11,6 +11,7 @@ from autopar.search.inter_op.one_stage import BY_ITSELF, MicrobatchCounts, refin
 from autopar.search.inter_op.pipeline_candidate import PipelineEstimate
 from autopar.search.inter_op.search_space import NEAR_THE_BEST
 from autopar.search.intra_op.ilp import ObjectiveWeights
+from autopar.search.intra_op.mesh_searches import baseline_bindings
 
 LIMIT_BYTES, EXAMPLES = 100, 64
 ON = Cluster.preset("dgx-h100").submesh(1, 4)  # one mesh of one axis, one of two
@@ -29,12 +30,12 @@ def one_stage(m=16, step_time_s=4.0, peak_bytes=50, choice=RECOMPUTES):
 
 def refined(
     found=None, *, best=None, least_bytes=None, least_s=0.0, weighed_one_program=False, counts=(), is_late=False,
-    bounded=lambda seen, recomputes: False,
+    bounded=lambda seen, recomputes: False, held_bytes=MappingProxyType({}),
 ):  # fmt: skip
     """(name, micro-batches, whether it recomputes, the number of axes of its mesh) of what is evaluated, in order.
 
     `least_bytes` of what keeps all and of what recomputes, in one micro-batch: half of it in two. `bounded`: by what
-    was evaluated so far, whether what recomputes, or what does not, cannot become the best.
+    was evaluated so far, whether what recomputes, or what does not, cannot become the best. `held_bytes`: of recipes.
     """
     found, seen = found or one_stage(), []
     keeps, recomputes = least_bytes or (1, 1)
@@ -48,6 +49,8 @@ def refined(
         deadline=SimpleNamespace(passed=is_late),
         may_gain=lambda m, choice: not bounded(seen, choice.policies == RECOMPUTES.policies),
         least_bytes=lambda m, choice: (recomputes if choice.policies == RECOMPUTES.policies else keeps) / m,
+        recipes=lambda _: [(held_bytes.get(name, 0), name, binding) for name, binding in baseline_bindings(ON)],
+        does_not_fit=lambda m, name, nbytes: seen.append((name, m, nbytes)),
     )  # fmt: skip
     others = MicrobatchCounts(
         numbers=(1, 2, 4, 8, 16, 32, 64), cut=lambda _: SimpleNamespace(layers=(0, 1)), num_examples=EXAMPLES,
@@ -65,6 +68,13 @@ def all_ways(m, recomputes, m_of_recipes=None):
 
 def test_as_it_recomputes_and_without_any_recomputation():
     assert refined() == all_ways(16, False) + all_ways(16, True)
+
+
+def test_recipes_that_hold_more_than_a_device_has_are_told_and_not_evaluated():
+    seen = refined(held_bytes={"data parallelism": LIMIT_BYTES + 1, "ZeRO-1": LIMIT_BYTES})
+    assert seen.count(("data parallelism", 16, LIMIT_BYTES + 1)) == 2  # as it recomputes and without
+    assert [each for each in seen if each[0] == "data parallelism" and len(each) > 3] == []
+    assert len([each for each in seen if each[0] == "ZeRO-1"]) == 2
 
 
 def test_what_keeps_all_begins_where_it_may_fit():
