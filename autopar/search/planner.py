@@ -332,7 +332,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
 
 def _with_one_program(context: PlanningContext) -> PlanningContext:
     """The context with programs without stages, which are searched for once for all requests that allow the same."""
-    alike = dataclasses.replace(context.request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
+    alike = dataclasses.replace(context.request, defer_stages=False, to_beat_s=math.inf, near=None, time_limit_s=None)
 
     def results() -> tuple[Candidate | Rejection, ...]:
         searched = context.after(mesh_candidates(context))
@@ -367,7 +367,7 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not is_asked or not is_free or not is_even or context.fastest_s < math.inf:
         return context
-    alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
+    alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, near=None, time_limit_s=None)
     what = "fewest micro-batches", alike, context.limit_bytes, context.keep_tolerance, context.cluster
     return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context))))
 

@@ -290,13 +290,14 @@ def _decides_alike(plan_a: ShardingPlan, plan_b: ShardingPlan) -> bool:
 class BuildLimits:
     """The memory of a device, the seconds that a solver may take, and the time of a step from which on a pipeline is of
     no use, so that nothing need be done to make it fit. `decides_again`: whether stages that exceed the memory are
-    decided again.
+    decided again, unless they need more than `most_bytes`.
     """
 
     limit_bytes: int
     time_limit_s: float
     to_beat_s: float = math.inf
     decides_again: bool = True
+    most_bytes: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +365,7 @@ def fit_stages(
 
     pipeline, over, decisions = decided()
     for number in range(MOST_PRICES if limits.decides_again else 0):
-        if not over or pipeline.step_time_s >= limits.to_beat_s:
+        if not over or pipeline.step_time_s >= limits.to_beat_s or max(pipeline.peak_bytes) > limits.most_bytes:
             break
         if any(decider.cannot_fit(q, limits.limit_bytes / of_whole) for q in over):
             break

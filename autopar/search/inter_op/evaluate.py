@@ -166,21 +166,28 @@ class PipelineEvaluator:
         return {} if fastest_fits else too_large
 
     def evaluate(
-        self, m: int, choice: StageChoice, binding: Binding | None = None, name: str = "", to_beat_s: float = math.inf
+        self,
+        m: int,
+        choice: StageChoice,
+        binding: Binding | None = None,
+        name: str = "",
+        to_beat_s: float = math.inf,
+        most_bytes: float = math.inf,
     ) -> PipelineCandidate | PipelineEstimate:
         """The time and the memory of a choice; under a binding, on its mesh and under its constraints. What takes
-        `to_beat_s` or longer is not made to fit.
+        `to_beat_s` or longer, or more than `most_bytes`, is not made to fit.
 
         Raises: SolverError where there is no solution in time.
         """
+        limits = dataclasses.replace(self.limits(to_beat_s), most_bytes=most_bytes)
         short = self.short(m) if len(choice.first_layers) == 1 and self.keep_tolerance <= 1 else None
         if short is None:
-            return self.build(m, choice, binding, name, self.limits(to_beat_s))
+            return self.build(m, choice, binding, name, limits)
         on_mesh, constraints = self.under(choice, binding)
         with self.context.progress.pass_("estimate stages"):
-            found = estimate(short, on_mesh, self.cluster, self.limits(to_beat_s), constraints)
+            found = estimate(short, on_mesh, self.cluster, limits, constraints)
         if found is None:
-            return self.build(m, choice, binding, name, self.limits(to_beat_s))
+            return self.build(m, choice, binding, name, limits)
         return PipelineEstimate(
             num_microbatches=m,
             choice=choice,
@@ -297,9 +304,11 @@ class PipelineEvaluator:
         return max((e.least_s for e in alike), default=0.0) < (1 - worth) * self.best.step_time_s
 
     def refined(
-        self, m: int, choice: StageChoice, name: str, binding: Binding | None = None
+        self, m: int, choice: StageChoice, name: str, binding: Binding | None = None, most_bytes: float = math.inf
     ) -> PipelineEstimate | None:
-        """Evaluates another choice, before the deadline, and remembers what it came to; None: no solution in time."""
+        """Evaluates another choice, before the deadline, and remembers what it came to; None: no solution in time.
+        `most_bytes`: as of `evaluate`.
+        """
         if self.deadline.passed:
             return None
         for known in self.refinements:  # a binding has a mesh of its own
@@ -309,7 +318,7 @@ class PipelineEvaluator:
         best = self.best if self.best is not None and self.best.fits(self.limit_bytes) else None
         to_beat_s = self.keep_tolerance * best.step_time_s if best is not None else math.inf
         try:
-            candidate = self.evaluate(m, choice, binding, name, to_beat_s)
+            candidate = self.evaluate(m, choice, binding, name, to_beat_s, most_bytes)
         except (SolverError, PlanMismatchError):  # the best stays
             return None
         self.weighed.append(candidate.record)

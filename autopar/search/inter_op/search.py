@@ -29,7 +29,7 @@ from autopar.plan.options import Effort, PlanRequest
 from autopar.runtime.schedule import V_SHAPED
 from autopar.search.inter_op.build_stages import MicrobatchedStep, cut_layers
 from autopar.search.inter_op.decide_stages import StageChoice
-from autopar.search.inter_op.evaluate import PipelineEvaluator
+from autopar.search.inter_op.evaluate import PEAK_ERROR, PipelineEvaluator
 from autopar.search.inter_op.one_stage import (
     MicrobatchCounts,
     first_that_may_fit,
@@ -392,8 +392,11 @@ class _Search:
         stages in the first number, and in the others those of one stage on all devices.
         """
         for number, m in enumerate(first):
-            least = self.context.cluster.num_devices if number and self.walks() else 0
+            least: float = self.context.cluster.num_devices if number and self.walks() else 0
             most = self.context.cluster.num_devices - 1 if self.begins_with_one else math.inf
+            near = self.context.request.near
+            if near is not None and not number and self.walks():
+                least, most = near.stage_devices / 2, min(most, 2 * near.stage_devices)
             if least <= most:
                 yield self.posed.of(self.cuts[m], sizes_between=(least, most))
 
@@ -462,7 +465,7 @@ class _Search:
         cuts = self.cuts = {}
         error_of_last: AutoparError | None = None
         is_cut = False
-        for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
+        for m in self.first_numbers():
             # A search that walks through numbers begins with one; of a scan, one stage is searched for in several.
             if cuts and (self.context.deadline.passed or (self.walks() and self.step.parts == 1)):
                 break
@@ -479,6 +482,15 @@ class _Search:
             fits = self.context.fastest_s < math.inf
             if fits or self.context.request.num_microbatches is not None or self.cut_in(1) is None:
                 raise error_of_last
+
+    def first_numbers(self) -> list[int]:
+        """The numbers of micro-batches in which several stages are searched for first, that of a pipeline of the step
+        in another way to write it in front of all.
+        """
+        request = self.context.request
+        numbers = microbatch_numbers(self.context.traced, self.context.cluster, request)
+        near = [request.near.num_microbatches] if request.near is not None and self.walks() else []
+        return list(dict.fromkeys((*near, *numbers)))
 
     def that_may_fit(self) -> tuple[dict[int, MicrobatchedStep], str]:
         """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
@@ -580,7 +592,9 @@ class _Search:
         policies = best.choice.policies if parts == 1 else best.choice.policies[:1] * len(layers)
         plain = dataclasses.replace(best.choice, policies=policies, first_layers=first_layers, terms=(), over_limit=())
         for name in TRAINED_IN_A_V:
-            self.builder.refined(m, dataclasses.replace(plain, schedule=name, chunks=2), "")
+            # Its policies are for the micro-batches in flight of another schedule.
+            most_bytes = (1 + PEAK_ERROR) * self.context.limit_bytes
+            self.builder.refined(m, dataclasses.replace(plain, schedule=name, chunks=2), "", most_bytes=most_bytes)
 
     @property
     def number_that_fits(self) -> int | None:
