@@ -18,7 +18,7 @@ from benchmarks.everyday.parts import (
 )
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.float8 import float8_product
-from benchmarks.zoo.training import cross_entropy
+from benchmarks.zoo.training import cross_entropy, descend
 
 VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 2
 
@@ -56,9 +56,8 @@ def distillation(batch: int = 8) -> Case:
             hard = cross_entropy(logits, targets)
             return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
 
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["student"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["student"])
-        return state | {"student": optax.apply_updates(state["student"], updates), "opt_state": opt_state}, {
+        (loss, aux), student, opt_state = descend(tx, loss_fn, state["student"], state["opt_state"], has_aux=True)
+        return state | {"student": student, "opt_state": opt_state}, {
             "loss": loss,
             **aux,
         }
@@ -104,9 +103,9 @@ def lora(batch: int = 8) -> Case:
         return cross_entropy(x @ base["embed"].T, targets)
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["adapters"])
-        adapters = optax.apply_updates(state["adapters"], updates)
+        loss, adapters, opt_state = descend(
+            tx, loss_fn, state["adapters"], state["opt_state"], state["base"], batch["tokens"]
+        )
         return {"base": state["base"], "adapters": adapters, "opt_state": opt_state}, {"loss": loss}
 
     return Case(name="lora", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
@@ -173,11 +172,10 @@ def qlora(batch: int = 8) -> Case:
         return cross_entropy(x @ base["embed"].T, tokens[:, 1:])
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["adapters"])
-        return {**state, "adapters": optax.apply_updates(state["adapters"], updates), "opt_state": opt_state}, {
-            "loss": loss
-        }
+        loss, adapters, opt_state = descend(
+            tx, loss_fn, state["adapters"], state["opt_state"], state["base"], batch["tokens"]
+        )
+        return {**state, "adapters": adapters, "opt_state": opt_state}, {"loss": loss}
 
     return Case(name="qlora", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
 

@@ -27,7 +27,7 @@ from benchmarks.everyday.parts import (
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.training import cross_entropy
+from benchmarks.zoo.training import cross_entropy, descend
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 32, 4, 64, 16
 
@@ -152,9 +152,9 @@ def llama_bf16_scan_remat(batch: int = 8) -> Case:
         return nll + z, {"nll": nll, "z_loss": z}
 
     def step(state: MixedState, batch: PyTree) -> tuple[MixedState, PyTree]:
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch["tokens"])
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        (loss, aux), params, opt_state = descend(
+            tx, loss_fn, state.params, state.opt_state, batch["tokens"], has_aux=True
+        )
         return MixedState(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss, **aux}
 
     return Case(name="llama_bf16_scan_remat", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))

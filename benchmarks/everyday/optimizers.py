@@ -20,7 +20,7 @@ from benchmarks.everyday.parts import (
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.training import cross_entropy
+from benchmarks.zoo.training import cross_entropy, descend
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
 
@@ -151,9 +151,7 @@ def schedule_free(batch: int = 8) -> Case:
         return {"params": params, "opt_state": tx.init(params)}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_mlp_loss)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, _mlp_loss, state["params"], state["opt_state"], batch)
         averaged = optax.contrib.schedule_free_eval_params(opt_state, params)
         distance = optax.global_norm(jax.tree.map(jnp.subtract, averaged, params))
         return {"params": params, "opt_state": opt_state}, {"loss": loss, "distance": distance}
@@ -200,9 +198,7 @@ def multi_steps_ema(batch: int = 8) -> Case:
         return {"params": params, "opt_state": tx.init(params), "ema": ema.init(params)}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_decoder_loss)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, _decoder_loss, state["params"], state["opt_state"], batch)
         averaged, ema_state = ema.update(params, state["ema"])
         metrics = {"loss": loss, "distance": optax.global_norm(jax.tree.map(jnp.subtract, averaged, params))}
         return {"params": params, "opt_state": opt_state, "ema": ema_state}, metrics

@@ -9,6 +9,7 @@ import optax
 
 from benchmarks.everyday.parts import apply_mlp, dense, float_batch, integers, joined, mlp, normal, trained
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
 
 
 def gnn(batch: int = 8) -> Case:
@@ -118,9 +119,7 @@ def nerf(batch: int = 8) -> Case:
         def loss_fn(params: PyTree) -> jax.Array:
             return jnp.mean(jnp.square(render(params, batch, ray_key) - jax.nn.sigmoid(batch["colors"])))
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"])
         psnr = -10 * jnp.log10(loss)
         return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss, "psnr": psnr}
 

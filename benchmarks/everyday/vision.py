@@ -22,6 +22,7 @@ from benchmarks.everyday.parts import (
     normal,
 )
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
 
 IMAGE, PATCH, WIDTH, HEADS, CLASSES = 16, 4, 32, 4, 10
 PATCHES = (IMAGE // PATCH) ** 2
@@ -159,9 +160,7 @@ def mae(batch: int = 8) -> Case:
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         key, mask_key = jax.random.split(state["key"])
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["images"], mask_key)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], batch["images"], mask_key)
         return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
 
     return Case(name="mae", step=step, init=init, batch=float_batch(images=(batch, IMAGE, IMAGE, 3)))
@@ -200,9 +199,7 @@ def clip(batch: int = 8) -> Case:
         return sum(both) / 2
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], batch)
         params["logit_scale"] = jnp.clip(params["logit_scale"], 0, jnp.log(100.0))
         return {"params": params, "opt_state": opt_state}, {"loss": loss}
 
@@ -239,9 +236,7 @@ def dino(batch: int = 8) -> Case:
             pairs = [(t, s) for i, t in enumerate(sharp) for j, s in enumerate(logs) if i != j]
             return sum(-jnp.sum(t * s, axis=-1).mean() for t, s in pairs) / len(pairs)
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["student"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["student"])
-        student = optax.apply_updates(state["student"], updates)
+        loss, student, opt_state = descend(tx, loss_fn, state["student"], state["opt_state"])
         momentum = 1 - 0.004 * (jnp.cos(jnp.pi * state["step"] / 100) + 1) / 2
         new = {
             "student": student,
@@ -287,11 +282,10 @@ def moco(batch: int = 8) -> Case:
             logits = jnp.concatenate([positive, q @ state["queue"].T], axis=1) / 0.07
             return -jax.nn.log_softmax(logits)[:, 0].mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["query"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
+        loss, query, opt_state = descend(tx, loss_fn, state["query"], state["opt_state"])
         queue = jax.lax.dynamic_update_slice(state["queue"], keys, (state["pointer"], 0))
         new = {
-            "query": optax.apply_updates(state["query"], updates),
+            "query": query,
             "key": slow,
             "queue": queue,
             "pointer": (state["pointer"] + keys.shape[0]) % queue_size,
