@@ -12,11 +12,21 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 
-from benchmarks.everyday.parts import causal, float_batch, integers, joined, token_batch
+from benchmarks.everyday.parts import (
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    causal,
+    float_batch,
+    integers,
+    joined,
+    token_batch,
+)
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.training import cross_entropy, descend
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 3
+LAYERS = 3
 
 
 class LinenBlock(nn.Module):

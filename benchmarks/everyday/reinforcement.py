@@ -6,10 +6,11 @@ import numpy as np
 import optax
 
 from benchmarks.everyday.parts import (
+    VOCABULARY,
+    WIDTH,
     apply_mlp,
-    causal,
-    encoder_block,
-    encoder_block_params,
+    decoded,
+    decoder_params,
     float_batch,
     integers,
     joined,
@@ -19,7 +20,7 @@ from benchmarks.everyday.parts import (
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.training import descend
 
-VOCABULARY, WIDTH, LENGTH = 64, 32, 12
+LENGTH = 12
 
 
 def ppo(batch: int = 8) -> Case:
@@ -96,21 +97,14 @@ def ppo(batch: int = 8) -> Case:
     return Case(name="ppo", step=step, init=init, batch=make)
 
 
-def _lm_params(key: jax.Array, layers: int = 2) -> PyTree:
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "embed": normal(keys[0], VOCABULARY, WIDTH),
-        "positions": normal(keys[1], 2 * LENGTH, WIDTH, scale=0.02),
-        "blocks": [encoder_block_params(k, WIDTH, 4) for k in keys[2:]],
-    }
+def _lm_params(key: jax.Array) -> PyTree:
+    a, b = jax.random.split(key)
+    return decoder_params(a, 2, scanned=False) | {"positions": normal(b, 2 * LENGTH, WIDTH, scale=0.02)}
 
 
 def _token_log_probs(params: PyTree, tokens: jax.Array) -> jax.Array:
     """Of each token but the first, given those before it."""
-    x = tokens[..., :-1]
-    h = params["embed"][x] + params["positions"][: x.shape[-1]]
-    for p in params["blocks"]:
-        h = encoder_block(p, h, causal(x.shape[-1]))
+    h = decoded(params, tokens[..., :-1])
     logs = jax.nn.log_softmax((h @ params["embed"].T).astype(jnp.float32))
     return jnp.take_along_axis(logs, tokens[..., 1:, None], axis=-1)[..., 0]
 

@@ -20,6 +20,7 @@ from benchmarks.everyday.parts import (
     layer_norm_params,
     mlp,
     normal,
+    trained,
 )
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.training import descend
@@ -125,14 +126,13 @@ def mae(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c, d = jax.random.split(key, 4)
-        params = {
+        return {
             "encoder": _encoder_params(a, 2, 3 * PATCH**2),
             "to_decoder": dense(b, WIDTH, WIDTH),
             "mask_token": jnp.zeros((1, 1, WIDTH)),
             "decoder": _encoder_params(c, 1, WIDTH),
             "head": dense(d, WIDTH, 3 * PATCH**2),
         }
-        return {"params": params, "opt_state": tx.init(params), "key": jax.random.key(3)}
 
     def forward(params: PyTree, target: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         enc = params["encoder"]
@@ -151,19 +151,15 @@ def mae(batch: int = 8) -> Case:
             x = encoder_block(block, x)
         return x @ params["head"]["w"] + params["head"]["b"], (restore >= kept).astype(jnp.float32)
 
-    def loss_fn(params: PyTree, images: jax.Array, key: jax.Array) -> jax.Array:
-        target = _patches(images)
+    def loss_fn(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+        target = _patches(batch["images"])
         prediction, mask = forward(params, target, key)
         mean, var = target.mean(-1, keepdims=True), target.var(-1, keepdims=True)
         error = jnp.square(prediction - (target - mean) / jnp.sqrt(var + 1e-6)).mean(-1)
         return (error * mask).sum() / mask.sum()
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        key, mask_key = jax.random.split(state["key"])
-        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], batch["images"], mask_key)
-        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
-
-    return Case(name="mae", step=step, init=init, batch=float_batch(images=(batch, IMAGE, IMAGE, 3)))
+    make = float_batch(images=(batch, IMAGE, IMAGE, 3))
+    return trained("mae", init, loss_fn, tx, make, has_key=True)
 
 
 def clip(batch: int = 8) -> Case:
