@@ -16,9 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
-import optax
-
 from autopar import solver
 from autopar.common.progress import Progress
 from autopar.frontend.tracing import trace
@@ -38,8 +35,8 @@ from autopar.search.inter_op.staged import StagedStep
 from autopar.search.planner import planning_context
 from autopar.solver import StageProblem
 from autopar.solver.stage_problem import stage_peak_bytes
+from benchmarks.auto_vs_manual.models import models
 from benchmarks.machine import description, markdown
-from benchmarks.zoo import CASES
 
 RESULTS = Path(__file__).parent / "results" / "alpa_plans.md"
 TIME_LIMIT_S = 20.0
@@ -47,22 +44,12 @@ BUILT = 8  # of the settings for Alpa's stages so many are built out: more than 
 COLUMNS = ("model", "V100s", "ours", "Alpa's", "Alpa's / ours", "our plan", "Alpa's plan", "planned in")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """A GPT of Alpa's table 5, and the stages of its published plan as (data, operator) meshes."""
-
-    hidden: int
-    layers: int
-    heads: int
-    hosts: int
-    stages: tuple[tuple[int, int], ...]
-
-
-MODELS = {
-    "2.6B": Model(hidden=2560, layers=32, heads=32, hosts=1, stages=((2, 1), (2, 1), (4, 1))),
-    "6.7B": Model(hidden=4096, layers=32, heads=32, hosts=2, stages=((2, 4),) * 2),
-    "15B": Model(hidden=5120, layers=48, heads=40, hosts=4, stages=((2, 4),) * 4),
-    "39B": Model(hidden=8192, layers=48, heads=64, hosts=8, stages=((1, 4),) * 16),
+# The stages of the plans that Alpa published, as (data, operator) meshes, by the sizes of its table 5.
+STAGES = {
+    "2.6B": ((2, 1), (2, 1), (4, 1)),
+    "6.7B": ((2, 4),) * 2,
+    "15B": ((2, 4),) * 4,
+    "39B": ((1, 4),) * 16,
 }
 
 
@@ -78,23 +65,8 @@ class Row:
     planning_s: float
 
 
-def traced_step(model: Model):
-    """The training step, traced on shapes."""
-    case = CASES["gpt"](
-        layers=model.layers,
-        width=model.hidden,
-        heads=model.heads,
-        vocabulary=51_200,
-        length=1024,
-        batch=1024,
-        dtype=jnp.float16,
-        optimizer=optax.adamw(1e-4),
-    )
-    return trace(case.step, case.shapes(), names=("state", "batch"), donate=(0,), batch=(1,))
-
-
 def alpas_plan(
-    model: Model, cluster: Cluster, cuts: dict[int, MicrobatchedStep]
+    published: tuple[tuple[int, int], ...], cluster: Cluster, cuts: dict[int, MicrobatchedStep]
 ) -> tuple[StagedStep, StageChoice, int]:
     """The published stages, with the rest chosen best for them: of the best few by the tables the fastest as built."""
     ranked: list[tuple[tuple[bool, float], StageChoice, int]] = []
@@ -112,9 +84,9 @@ def alpas_plan(
             limit_bytes=limit_bytes,
             host_devices=cluster.domain_devices,
         )
-        firsts = balanced(cut.layers, len(model.stages))
+        firsts = balanced(cut.layers, len(published))
         lasts = [*firsts[1:], len(cut.layers)]
-        shapes = [tuple(n for n in shape if n > 1) or (1,) for shape in model.stages]
+        shapes = [tuple(n for n in shape if n > 1) or (1,) for shape in published]
         ways = [[i for i, o in enumerate(options) if o.mesh.axis_sizes == shape] for shape in shapes]
         assert all(ways), "the published meshes are among those of the tables"
         # All stages decided and recomputed alike, and each stage its own fastest way that fits.
@@ -153,9 +125,10 @@ def fastest_that_fit(problem: StageProblem, spans: list[tuple[int, int]], ways: 
 
 
 def compare(name: str) -> Row:
-    model = MODELS[name]
-    cluster = Cluster.preset("p3.16xlarge", hosts=model.hosts)
-    traced, rules = traced_step(model), RuleBook()
+    model = models()[f"gpt-{name}"]
+    cluster = Cluster.preset("p3.16xlarge", hosts=model.gpus // 8)
+    case, rules = model.build(), RuleBook()
+    traced = trace(case.step, case.shapes(), names=("state", "batch"), donate=(0,), batch=(1,))
     limit_bytes = cluster.device.memory_bytes
     begun = time.perf_counter()
     request = PlanRequest(memory_limit_bytes=limit_bytes)
@@ -163,7 +136,7 @@ def compare(name: str) -> Row:
     planning_s = time.perf_counter() - begun
     numbers = microbatch_numbers(traced, cluster, PlanRequest())
     cuts = {m: cut_layers(split_scans(traced, 1, rules), m, rules) for m in numbers}
-    theirs, choice, m = alpas_plan(model, cluster, cuts)
+    theirs, choice, m = alpas_plan(STAGES[name], cluster, cuts)
     if isinstance(found, Rejection):
         raise SystemExit(f"{name}: {found.why}")
     ours = found.staged
@@ -195,7 +168,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("models", nargs="*", default=list(STAGES), help=f"of {', '.join(STAGES)}")
     parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     rows = []

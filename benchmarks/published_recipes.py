@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ import autopar
 from autopar import recipes
 from autopar.verification import in_a_loop
 from benchmarks.machine import markdown, without_folders
-from benchmarks.row_processes import JobProcess, answer, jobs
+from benchmarks.row_processes import JobProcess
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.comparison import worst_difference
 from benchmarks.zoo.published import PUBLISHED
@@ -185,12 +186,11 @@ def row_of(name: str, devices: int, recipe: str) -> Row:
     return row
 
 
-def work() -> None:
-    """Reads cases, numbers of devices and recipes, and answers each with its row."""
+def work(wanted: tuple[str, int, str]) -> dict[str, Any]:
+    """The row of a case, a number of devices and a recipe, in a process of its own."""
     warnings.simplefilter("ignore")  # those packages' own
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
-    for wanted in jobs():
-        answer(dataclasses.asdict(row_of(*wanted)))
+    return dataclasses.asdict(row_of(*wanted))
 
 
 def load() -> dict[tuple[str, int, str], Row]:
@@ -249,11 +249,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--again", action="store_true", help="also what the table has")
     parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        work()
-        return
     for devices in () if args.show else args.devices:
         for name in args.cases or every:
             have = {} if args.again else load()
@@ -261,7 +257,7 @@ def main() -> None:
             if wanted and importlib.util.find_spec(every[name]) is None:
                 print(f"{name} is left out: {every[name]} is not installed (the extra `published`)", file=sys.stderr)
                 continue
-            process = JobProcess("benchmarks.published_recipes", ["--worker"], TIMEOUT_S)
+            process = JobProcess(work, TIMEOUT_S)
             for recipe in wanted:
                 found = process.run((name, devices, recipe))
                 if "failure" in found:

@@ -5,25 +5,23 @@ A row is a JSON object under a name. A row that failed holds `failure`, why in a
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
-import pickle
-import queue
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.machine import markdown
 
 ROOT = Path(__file__).parent.parent
 Rows = dict[str, dict[str, Any]]
-_LOOKS_S, _STARVES_S = 5.0, 0.1  # how often a process is looked at, and what it uses of the processor while it works
 _SHOWN_CHARACTERS = 4000  # of what a process that failed has written
 
 
@@ -101,91 +99,42 @@ class Page:
 
 
 class JobProcess:
-    """A process `python -m module arguments` that reads `jobs` and gives each an `answer`; started where there is none.
+    """A process that runs `work` on one job after the other; started where there is none.
 
-    A job that it does not survive, that takes more than `timeout_s` of the processor, or none of it for so long, is
-    answered by {"failure": why}; the next one finds a new process. Processes that it starts do not count.
+    A job that it does not survive, or that takes more than `timeout_s`, comes to {"failure": why}; the next one finds a
+    new process.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], timeout_s: float) -> None:
-        self._command = [sys.executable, "-m", module, *arguments]
-        self._timeout_s = timeout_s
-        self._child: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
+    def __init__(self, work: Callable[[Any], dict[str, Any]], timeout_s: float) -> None:
+        self._work, self._timeout_s = work, timeout_s
+        self._child: BaseProcess | None = None
 
     def run(self, job: Any) -> dict[str, Any]:
-        child = self._child if self._child is not None else self._start()
-        assert child.stdin is not None
+        if self._child is None:
+            fresh = multiprocessing.get_context("spawn")
+            self._pipe, other = fresh.Pipe()
+            self._child = fresh.Process(target=_serve, args=(self._work, other), daemon=True)
+            self._child.start()
+            other.close()
         try:
-            child.stdin.write(base64.b64encode(pickle.dumps(job)).decode() + "\n")
-            child.stdin.flush()
-            line = self._line_of(child)
-        except (queue.Empty, BrokenPipeError):
-            line = ""
-        if line:
-            return json.loads(line)
-        said = f"process ended with {child.wait()}" if _ends(child) else f"no result after {self._timeout_s:.0f} s"
+            self._pipe.send(job)
+            if self._pipe.poll(self._timeout_s):
+                return self._pipe.recv()
+            failure = f"no result after {self._timeout_s:.0f} s"
+        except (EOFError, OSError):
+            self._child.join()
+            failure = f"process ended with {self._child.exitcode}"
         self.close()
-        return {"failure": said}
-
-    def _line_of(self, child: subprocess.Popen[str]) -> str:
-        """Its next line. Raises: queue.Empty. What other programs take of the machine does not count."""
-        begun_s = seen_s = processor_s(child.pid)
-        idle_since_s = time.monotonic()
-        while True:
-            try:
-                return self._lines.get(timeout=_LOOKS_S)
-            except queue.Empty:
-                now_s, clock_s = processor_s(child.pid), time.monotonic()
-                if now_s > seen_s + _STARVES_S:
-                    seen_s, idle_since_s = now_s, clock_s
-                if now_s - begun_s > self._timeout_s or clock_s - idle_since_s > self._timeout_s:
-                    raise
-
-    def _start(self) -> subprocess.Popen[str]:
-        self._child = subprocess.Popen(
-            self._command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._lines = queue.Queue()
-        threading.Thread(target=_forward, args=(self._child.stdout, self._lines), daemon=True).start()
-        return self._child
+        return {"failure": failure}
 
     def close(self) -> None:
         if self._child is not None:
             self._child.kill()
-            self._child.wait()
+            self._child.join()
         self._child = None
 
 
-def processor_s(pid: int) -> float:
-    """Seconds of the processor that all threads of a process have used; 0 where it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _ends(child: subprocess.Popen[str]) -> bool:
-    try:
-        child.wait(5)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _forward(lines: IO[str], to: queue.Queue[str]) -> None:
-    for line in lines:
-        if line.startswith("{"):
-            to.put(line)
-    to.put("")
-
-
-def jobs() -> Iterator[Any]:
-    """What `JobProcess.run` of the process that started this one is given."""
-    for line in sys.stdin:
-        yield pickle.loads(base64.b64decode(line))
-
-
-def answer(found: Mapping[str, Any]) -> None:
-    print(json.dumps(found), flush=True)
+def _serve(work: Callable[[Any], dict[str, Any]], pipe: Connection) -> None:
+    with contextlib.suppress(EOFError):  # where the process that started this one has ended
+        while True:
+            pipe.send(work(pipe.recv()))

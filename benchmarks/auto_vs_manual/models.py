@@ -79,28 +79,26 @@ WIDE_RESNET_SIZES = {  # Alpa, table 7. Name -> layers, base channels, width fac
 }
 
 
-def gpt(size: str, layers: int, width: int, heads: int, gpus: int | None) -> Model:
-    sizes = dict(
-        layers=layers, width=width, heads=heads, vocabulary=VOCABULARY, length=1024, batch=GPT_BATCH,
-        dtype=jnp.float16, optimizer=ADAM,
-    )  # fmt: skip
-    return Model(family="gpt", size=size, case="gpt", sizes=sizes, parameters=number(size), gpus=gpus)
+def gpt(size: str, layers: int, width: int, heads: int, gpus: int | None, **others: Any) -> Model:
+    sizes = dict(layers=layers, width=width, heads=heads, vocabulary=VOCABULARY, length=1024, batch=GPT_BATCH)
+    return _model("gpt", size, "gpt", sizes | dict(dtype=jnp.float16, optimizer=ADAM) | others, gpus)
 
 
-def moe(size: str, layers: int, width: int, heads: int, experts: int, gpus: int) -> Model:
-    sizes = dict(
-        layers=layers, width=width, heads=heads, experts=experts, vocabulary=32_000, length=1024, batch=GPT_BATCH,
-        dtype=jnp.float16, optimizer=ADAM,
-    )  # fmt: skip
-    return Model(family="moe", size=size, case="gshard_moe", sizes=sizes, parameters=number(size), gpus=gpus)
+def moe(size: str, layers: int, width: int, heads: int, experts: int, gpus: int, **others: Any) -> Model:
+    sizes = dict(layers=layers, width=width, heads=heads, experts=experts, vocabulary=32_000, length=1024)
+    sizes |= dict(batch=GPT_BATCH, dtype=jnp.float16, optimizer=ADAM)
+    return _model("moe", size, "gshard_moe", sizes | others, gpus)
 
 
-def wide_resnet(size: str, layers: int, base: int, width_factor: int, gpus: int) -> Model:
-    sizes = dict(
-        layers=layers, base=base, width_factor=width_factor, image=224, classes=1024, batch=1536,
-        optimizer=ALPA_MOMENTUM,
-    )  # fmt: skip
-    return Model(family="wide-resnet", size=size, case="wide_resnet", sizes=sizes, parameters=number(size), gpus=gpus)
+def wide_resnet(size: str, layers: int, base: int, width_factor: int, gpus: int, batch: int = 1536) -> Model:
+    sizes = dict(layers=layers, base=base, width_factor=width_factor, image=224, classes=1024, batch=batch)
+    return _model("wide-resnet", size, "wide_resnet", sizes | dict(optimizer=ALPA_MOMENTUM), gpus)
+
+
+def _model(family: str, size: str, case: str, sizes: dict[str, Any], gpus: int | None = None) -> Model:
+    """Sizes with no published number of parameters are named by their width: "2048-wide"."""
+    parameters = None if "wide" in size else number(size)
+    return Model(family=family, size=size, case=case, sizes=sizes, parameters=parameters, gpus=gpus)
 
 
 def number(size: str) -> float:
@@ -113,7 +111,7 @@ def others() -> list[Model]:
 
     def transformer(family: str, case: str, size: str, layers: int, width: int, heads: int, **rest: Any) -> Model:
         sizes = dict(layers=layers, width=width, heads=heads, dtype=jnp.float16, optimizer=ADAM) | rest
-        return Model(family=family, size=size, case=case, sizes=sizes, parameters=number(size))
+        return _model(family, size, case, sizes)
 
     # Devlin et al., "BERT", 2019. Raffel et al., "T5", 2020. Dosovitskiy et al., "An image is worth 16x16 words", 2021.
     words = dict(vocabulary=30_522, length=512, batch=1024)
@@ -139,9 +137,7 @@ def others() -> list[Model]:
         made.append(transformer("llama", "llama", size, layers, width, heads, **rest))
     shape = dict(multiples=(1, 2, 4, 4), blocks=2, heads=8, image=64, channels=4, batch=256, optimizer=ADAM)
     for size, base in (("300M", 256), ("460M", 320)):
-        made.append(
-            Model(family="unet", size=size, case="unet", sizes=dict(base=base) | shape, parameters=number(size))
-        )
+        made.append(_model("unet", size, "unet", dict(base=base) | shape))
     return made
 
 
@@ -149,25 +145,17 @@ def intra_operator() -> list[Model]:
     """The models of Alpa's comparison of intra-operator plans alone (section 8.2), as its repository sizes them for 1,
     2, 4 and 8 GPUs: without micro-batches.
     """
-    made = []
-    for gpus, width, heads in ((1, 2048, 16), (2, 3072, 24), (4, 4096, 32), (8, 5760, 40)):
-        sizes = dict(
-            layers=8, width=width, heads=heads, vocabulary=25_600, length=1024, batch=8, dtype=jnp.float16,
-            remat=True, optimizer=ADAM,
-        )  # fmt: skip
-        made.append(Model(family="gpt", size=f"{width}-wide", case="gpt", sizes=sizes, gpus=gpus))
-    for gpus, width, heads, experts in ((1, 1024, 32, 8), (2, 1280, 40, 16), (4, 1536, 24, 16), (8, 1536, 24, 32)):
-        sizes = dict(
-            layers=8, width=width, heads=heads, experts=experts, vocabulary=51_200, length=1024, batch=8,
-            dtype=jnp.float16, optimizer=ADAM,
-        )  # fmt: skip
-        made.append(
-            Model(family="moe", size=f"{width}-wide-{experts}-experts", case="gshard_moe", sizes=sizes, gpus=gpus)
-        )
-    for gpus, base in ((1, 160), (2, 224), (4, 320), (8, 448)):
-        sizes = dict(layers=50, base=base, width_factor=2, image=224, classes=1024, batch=32, optimizer=ALPA_MOMENTUM)
-        made.append(Model(family="wide-resnet", size=f"{base}-wide", case="wide_resnet", sizes=sizes, gpus=gpus))
-    return made
+    gpts = ((1, 2048, 16), (2, 3072, 24), (4, 4096, 32), (8, 5760, 40))
+    moes = ((1, 1024, 32, 8), (2, 1280, 40, 16), (4, 1536, 24, 16), (8, 1536, 24, 32))
+    resnets = ((1, 160), (2, 224), (4, 320), (8, 448))
+    return [
+        *(gpt(f"{w}-wide", 8, w, heads, n, vocabulary=25_600, batch=8, remat=True) for n, w, heads in gpts),
+        *(
+            moe(f"{w}-wide-{experts}-experts", 8, w, heads, experts, n, vocabulary=VOCABULARY, batch=8)
+            for n, w, heads, experts in moes
+        ),
+        *(wide_resnet(f"{base}-wide", 50, base, 2, n, batch=32) for n, base in resnets),
+    ]
 
 
 @functools.cache

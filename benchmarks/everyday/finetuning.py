@@ -1,6 +1,9 @@
 """Training that begins with a trained model, or with fewer bits: teachers, adapters, quantised weights, float8."""
 
+import math
 import statistics
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +11,13 @@ import numpy as np
 import optax
 
 from benchmarks.everyday.parts import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
     causal,
+    decoded,
+    decoder_params,
     encoder_block,
-    encoder_block_params,
     normal,
     rms_norm,
     token_batch,
@@ -20,19 +27,7 @@ from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.float8 import float8_product
 from benchmarks.zoo.training import cross_entropy
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 2
-
-
-def _decoder_params(key: jax.Array, layers: int) -> PyTree:
-    a, b = jax.random.split(key)
-    stacked = jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, layers))
-    return {"embed": normal(a, VOCABULARY, WIDTH), "layers": stacked}
-
-
-def _logits(params: PyTree, tokens: jax.Array) -> jax.Array:
-    mask = causal(tokens.shape[1])
-    x, _ = jax.lax.scan(lambda x, p: (encoder_block(p, x, mask), None), params["embed"][tokens], params["layers"])
-    return x @ params["embed"].T
+LAYERS = 2
 
 
 def distillation(batch: int = 8) -> Case:
@@ -40,58 +35,54 @@ def distillation(batch: int = 8) -> Case:
     temperature, share = 2.0, 0.5
     tx = optax.adamw(1e-3)
 
-    def init(key: jax.Array) -> PyTree:
-        a, b = jax.random.split(key)
-        student = _decoder_params(a, 1)
-        return {"student": student, "teacher": _decoder_params(b, 4), "opt_state": tx.init(student)}
+    def logits_of(params: PyTree, tokens: jax.Array) -> jax.Array:
+        return decoded(params, tokens) @ params["embed"].T
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    def loss_fn(student: PyTree, teacher: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        taught = jax.nn.softmax(jax.lax.stop_gradient(_logits(state["teacher"], inputs)) / temperature)
+        taught = jax.nn.softmax(jax.lax.stop_gradient(logits_of(teacher, inputs)) / temperature)
+        logits = logits_of(student, inputs)
+        logs = jax.nn.log_softmax(logits / temperature)
+        soft = optax.kl_divergence(logs, taught).mean() * temperature**2
+        hard = cross_entropy(logits, targets)
+        return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
 
-        def loss_fn(student: PyTree) -> tuple[jax.Array, PyTree]:
-            logits = _logits(student, inputs)
-            logs = jax.nn.log_softmax(logits / temperature)
-            soft = optax.kl_divergence(logs, taught).mean() * temperature**2
-            hard = cross_entropy(logits, targets)
-            return share * soft + (1 - share) * hard, {"soft": soft, "hard": hard}
-
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["student"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["student"])
-        return state | {"student": optax.apply_updates(state["student"], updates), "opt_state": opt_state}, {
-            "loss": loss,
-            **aux,
-        }
-
-    return Case(name="distillation", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained(
+        "distillation",
+        partial(decoder_params, layers=1),
+        loss_fn,
+        tx,
+        token_batch(batch, LENGTH, VOCABULARY),
+        has_aux=True,
+        frozen=partial(decoder_params, layers=4),
+    )
 
 
 def lora(batch: int = 8) -> Case:
     """Adapters of rank 4 beside every matrix of frozen scanned layers, which get a gradient of their own alone."""
     rank, alpha = 4, 8.0
     tx = optax.adamw(1e-3)
+    make_base = partial(decoder_params, layers=LAYERS)
 
-    def init(key: jax.Array) -> PyTree:
-        a, b = jax.random.split(key)
-        base = _decoder_params(a, LAYERS)
+    def adapters_of(key: jax.Array) -> PyTree:
+        base = jax.eval_shape(make_base, key)
 
-        def adapter(w: jax.Array, key: jax.Array) -> PyTree:
-            layers, inputs = w.shape[:2]
-            outputs = w[0, 0].size
+        def adapter(w: jax.ShapeDtypeStruct, key: jax.Array) -> PyTree:
+            layers, inputs, *rest = w.shape
+            outputs = math.prod(rest)
             return {"a": normal(key, layers, inputs, rank), "b": jnp.zeros((layers, rank, outputs))}
 
         matrices = {name: base["layers"]["attention"][name] for name in "qkv"} | {
             name: base["layers"][name]["w"] for name in ("up", "down")
         }
-        keys = dict(zip(matrices, jax.random.split(b, len(matrices)), strict=True))
-        adapters = {name: adapter(w, keys[name]) for name, w in matrices.items()}
-        return {"base": base, "adapters": adapters, "opt_state": tx.init(adapters)}
+        keys = jax.random.split(key, len(matrices))
+        return {name: adapter(w, k) for (name, w), k in zip(matrices.items(), keys, strict=True)}
 
     def merged(w: jax.Array, adapter: PyTree) -> jax.Array:
         return w + (alpha / rank * adapter["a"] @ adapter["b"]).reshape(w.shape)
 
-    def loss_fn(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    def loss_fn(adapters: PyTree, base: PyTree, batch: PyTree) -> jax.Array:
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         mask = causal(inputs.shape[1])
 
         def layer(x: jax.Array, pair: tuple[PyTree, PyTree]) -> tuple[jax.Array, None]:
@@ -103,13 +94,7 @@ def lora(batch: int = 8) -> Case:
         x, _ = jax.lax.scan(layer, base["embed"][inputs], (base["layers"], adapters))
         return cross_entropy(x @ base["embed"].T, targets)
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["adapters"])
-        adapters = optax.apply_updates(state["adapters"], updates)
-        return {"base": state["base"], "adapters": adapters, "opt_state": opt_state}, {"loss": loss}
-
-    return Case(name="lora", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("lora", adapters_of, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY), frozen=make_base)
 
 
 # Where 16 numbers between -1 and 1 lie that cut a normal distribution into equal parts.
@@ -133,29 +118,25 @@ def qlora(batch: int = 8) -> Case:
         levels = jnp.asarray(LEVELS, jnp.bfloat16)
         return (levels[q["codes"].astype(jnp.int32)] * q["scale"]).reshape(shape)
 
-    def init(key: jax.Array) -> PyTree:
-        a, b, *keys = jax.random.split(key, LAYERS + 2)
+    def of_layers(key: jax.Array, made: Callable[[jax.Array, tuple[int, int]], PyTree]) -> list[PyTree]:
+        """Of each layer what is `made` for each of the shapes."""
+        keys = jax.random.split(key, (LAYERS, len(shapes)))
+        return [{n: made(k, s) for (n, s), k in zip(shapes.items(), of, strict=True)} for of in keys]
 
-        def layer(key: jax.Array) -> PyTree:
-            k = jax.random.split(key, len(shapes))
-            return {n: quantize(normal(i, *s)) for (n, s), i in zip(shapes.items(), k, strict=True)}
+    def base(key: jax.Array) -> PyTree:
+        a, b = jax.random.split(key)
+        embed = normal(a, VOCABULARY, WIDTH).astype(jnp.bfloat16)
+        return {"embed": embed, "layers": of_layers(b, lambda key, shape: quantize(normal(key, *shape)))}
 
-        def adapter(key: jax.Array) -> PyTree:
-            k = jax.random.split(key, len(shapes))
-            return {
-                n: {"a": normal(i, s[0], rank), "b": jnp.zeros((rank, s[1]))}
-                for (n, s), i in zip(shapes.items(), k, strict=True)
-            }
-
-        base = {"embed": normal(a, VOCABULARY, WIDTH).astype(jnp.bfloat16), "layers": [layer(k) for k in keys]}
-        adapters = [adapter(k) for k in jax.random.split(b, LAYERS)]
-        return {"base": base, "adapters": adapters, "opt_state": tx.init(adapters)}
+    def adapters_of(key: jax.Array) -> PyTree:
+        return of_layers(key, lambda key, s: {"a": normal(key, s[0], rank), "b": jnp.zeros((rank, s[1]))})
 
     def linear(x: jax.Array, q: PyTree, lora: PyTree, shape: tuple[int, ...]) -> jax.Array:
         a, b = lora["a"].astype(x.dtype), lora["b"].astype(x.dtype)
         return x @ dequantize(q, shape) + 2.0 * (x @ a) @ b
 
-    def loss_fn(adapters: PyTree, base: PyTree, tokens: jax.Array) -> jax.Array:
+    def loss_fn(adapters: PyTree, base: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
         x = base["embed"][tokens[:, :-1]]
         for q, lora in zip(base["layers"], adapters, strict=True):
 
@@ -172,14 +153,7 @@ def qlora(batch: int = 8) -> Case:
             x = layer(x, q, lora)
         return cross_entropy(x @ base["embed"].T, tokens[:, 1:])
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["adapters"], state["base"], batch["tokens"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["adapters"])
-        return {**state, "adapters": optax.apply_updates(state["adapters"], updates), "opt_state": opt_state}, {
-            "loss": loss
-        }
-
-    return Case(name="qlora", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
+    return trained("qlora", adapters_of, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY), frozen=base)
 
 
 def fp8(batch: int = 8) -> Case:

@@ -6,6 +6,7 @@ import optax
 
 from benchmarks.everyday.parts import apply_mlp, attend, attention_params, dense, float_batch, mlp, normal
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
 
 IMAGE = 8
 
@@ -76,9 +77,7 @@ def flow_matching(batch: int = 8) -> Case:
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         key, step_key = jax.random.split(state["key"])
         labels = jnp.argmax(batch["scores"], axis=-1)
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["x"], labels, step_key)
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt = descend(tx, loss_fn, state["params"], state["opt"], batch["x"], labels, step_key)
         ema = optax.incremental_update(params, state["ema"], 0.01)
         return {"params": params, "opt": opt, "ema": ema, "key": key}, {"loss": loss}
 
@@ -118,9 +117,7 @@ def gan(batch: int = 8) -> Case:
             on_real, on_fake = judge(d, real), judge(d, fake)
             return (bce(on_real, jnp.ones_like(on_real)) + bce(on_fake, jnp.zeros_like(on_fake))).mean()
 
-        d_loss, d_grads = jax.value_and_grad(d_loss_fn)(state["d"])
-        d_updates, d_opt = d_tx.update(d_grads, state["d_opt"])
-        d = optax.apply_updates(state["d"], d_updates)
+        d_loss, d, d_opt = descend(d_tx, d_loss_fn, state["d"], state["d_opt"])
 
         def g_loss_fn(g: PyTree) -> jax.Array:
             logits = judge(d, generate(g, z))
@@ -160,9 +157,8 @@ def wgan_gp(batch: int = 8) -> Case:
 
         def train_critic(carry: tuple[PyTree, PyTree], key: jax.Array) -> tuple[tuple[PyTree, PyTree], jax.Array]:
             critic, opt = carry
-            loss, grads = jax.value_and_grad(critic_loss)(critic, generator, batch["x"], key)
-            updates, opt = tx.update(grads, opt, critic)
-            return (optax.apply_updates(critic, updates), opt), loss
+            loss, critic, opt = descend(tx, critic_loss, critic, opt, generator, batch["x"], key)
+            return (critic, opt), loss
 
         begin = state["params"]["critic"], state["opt"]["critic"]
         (critic, critic_opt), losses = jax.lax.scan(train_critic, begin, jnp.stack(critic_keys))
@@ -171,9 +167,8 @@ def wgan_gp(batch: int = 8) -> Case:
             z = jax.random.normal(generator_key, (batch["x"].shape[0], latent))
             return -apply_mlp(critic, apply_mlp(generator, z), jax.nn.silu).mean()
 
-        loss, grads = jax.value_and_grad(generator_loss)(generator)
-        updates, generator_opt = tx.update(grads, state["opt"]["generator"], generator)
-        params = {"generator": optax.apply_updates(generator, updates), "critic": critic}
+        loss, generator, generator_opt = descend(tx, generator_loss, generator, state["opt"]["generator"])
+        params = {"generator": generator, "critic": critic}
         opt = {"generator": generator_opt, "critic": critic_opt}
         return {"params": params, "opt": opt, "key": key}, {"loss": loss, "critic_loss": losses.mean()}
 
@@ -203,9 +198,7 @@ def vae(batch: int = 8) -> Case:
             kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), axis=-1).mean()
             return reconstruction + beta * kl, {"reconstruction": reconstruction, "kl": kl}
 
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
+        (loss, aux), params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], has_aux=True)
         new = {"params": params, "opt_state": opt_state, "key": key, "step": state["step"] + 1}
         return new, {"loss": loss, **aux}
 
@@ -249,14 +242,15 @@ def vq_vae(batch: int = 8) -> Case:
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         old = state["codebook"]
-        (loss, found), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], batch["images"], old)
-        updates, opt_state = tx.update(grads, state["opt_state"])
+        (loss, found), params, opt_state = descend(
+            tx, loss_fn, state["params"], state["opt_state"], batch["images"], old, has_aux=True
+        )
         count = 0.99 * old["count"] + 0.01 * found["count"]
         sums = 0.99 * old["sum"] + 0.01 * found["sum"]
         total = count.sum()
         smoothed = (count + 1e-5) / (total + codes * 1e-5) * total
         new = {
-            "params": optax.apply_updates(state["params"], updates),
+            "params": params,
             "opt_state": opt_state,
             "codebook": {"count": count, "sum": sums, "embeddings": sums / smoothed[:, None]},
         }

@@ -9,10 +9,16 @@ import numpy as np
 import optax
 
 from benchmarks.everyday.parts import (
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
     attend,
     attention,
     attention_params,
     causal,
+    decoded,
+    decoder_params,
     dense,
     encoder_block,
     encoder_block_params,
@@ -27,9 +33,7 @@ from benchmarks.everyday.parts import (
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.training import cross_entropy
-
-WIDTH, HEADS, VOCABULARY, LENGTH = 32, 4, 64, 16
+from benchmarks.zoo.training import cross_entropy, descend
 
 
 def _dropout(key: jax.Array, x: jax.Array, rate: float = 0.1) -> jax.Array:
@@ -152,9 +156,9 @@ def llama_bf16_scan_remat(batch: int = 8) -> Case:
         return nll + z, {"nll": nll, "z_loss": z}
 
     def step(state: MixedState, batch: PyTree) -> tuple[MixedState, PyTree]:
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch["tokens"])
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        (loss, aux), params, opt_state = descend(
+            tx, loss_fn, state.params, state.opt_state, batch["tokens"], has_aux=True
+        )
         return MixedState(step=state.step + 1, params=params, opt_state=opt_state), {"loss": loss, **aux}
 
     return Case(name="llama_bf16_scan_remat", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
@@ -456,15 +460,7 @@ def t5(batch: int = 8) -> Case:
 
 def packed(batch: int = 8) -> Case:
     """Several documents in a row: attention within segments, positions from their beginnings, padding without loss."""
-    layers = 2
     tx = optax.adamw(1e-3)
-
-    def init(key: jax.Array) -> PyTree:
-        a, b = jax.random.split(key)
-        return {
-            "embed": normal(a, VOCABULARY, WIDTH),
-            "layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, layers)),
-        }
 
     def loss_fn(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
         tokens, segments = batch["tokens"], batch["segments"]
@@ -489,28 +485,18 @@ def packed(batch: int = 8) -> Case:
         segments = np.where(np.arange(LENGTH + 1) >= LENGTH - random.integers(0, 3, (batch, 1)), 0, segments)
         return token_batch(batch, LENGTH, VOCABULARY)(seed) | {"segments": segments.astype(np.int32)}
 
-    return trained("packed", init, loss_fn, tx, make, has_aux=True)
+    return trained("packed", partial(decoder_params, layers=2), loss_fn, tx, make, has_aux=True)
 
 
 def chunked_vocabulary(batch: int = 8) -> Case:
     """The loss by chunks of positions in a scan that sums losses and tokens: no logits of the whole batch."""
-    layers, chunks = 2, 4
+    chunks = 4
     tx = optax.adamw(1e-3)
-
-    def init(key: jax.Array) -> PyTree:
-        a, b, c = jax.random.split(key, 3)
-        return {
-            "embed": normal(a, VOCABULARY, WIDTH),
-            "layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, layers)),
-            "head": normal(c, WIDTH, VOCABULARY),
-        }
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
         tokens = batch["tokens"]
         x, y = tokens[:, :-1], tokens[:, 1:]
-        h, _ = jax.lax.scan(
-            lambda h, p: (encoder_block(p, h, causal(h.shape[1])), None), params["embed"][x], params["layers"]
-        )
+        h = decoded(params, x)
         h = h.reshape(*h.shape[:1], chunks, -1, WIDTH).swapaxes(0, 1)
         y = y.reshape(*y.shape[:1], chunks, -1).swapaxes(0, 1)
 
@@ -523,6 +509,7 @@ def chunked_vocabulary(batch: int = 8) -> Case:
         (total, count), _ = jax.lax.scan(chunk, (jnp.zeros(()), jnp.zeros((), jnp.int32)), (h, y))
         return total / count
 
+    init = partial(decoder_params, layers=2, head=True)
     return trained("chunked_vocabulary", init, loss_fn, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 

@@ -12,11 +12,21 @@ from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 
-from benchmarks.everyday.parts import causal, float_batch, integers, joined, token_batch
+from benchmarks.everyday.parts import (
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    causal,
+    float_batch,
+    integers,
+    joined,
+    token_batch,
+)
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.training import cross_entropy
+from benchmarks.zoo.training import cross_entropy, descend
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 64, 32, 4, 16, 3
+LAYERS = 3
 
 
 class LinenBlock(nn.Module):
@@ -209,9 +219,8 @@ def haiku_transformer(batch: int = 8) -> Case:
             logits = network.apply(params, step_rng, batch["tokens"][:, :-1])
             return cross_entropy(logits, batch["tokens"][:, 1:])
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state)
-        return HaikuState(optax.apply_updates(state.params, updates), opt_state, rng), {"loss": loss}
+        loss, params, opt_state = descend(tx, loss_fn, state.params, state.opt_state)
+        return HaikuState(params, opt_state, rng), {"loss": loss}
 
     return Case(name="haiku_transformer", step=step, init=init, batch=token_batch(batch, LENGTH, VOCABULARY))
 

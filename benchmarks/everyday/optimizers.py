@@ -1,5 +1,6 @@
 """Optimizers and ways of accumulating, each with the model that it is often shown with."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.everyday.parts import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
     apply_mlp,
-    causal,
-    encoder_block,
-    encoder_block_params,
+    decoded,
+    decoder_params,
     float_batch,
     integers,
     joined,
@@ -20,26 +23,14 @@ from benchmarks.everyday.parts import (
     trained,
 )
 from benchmarks.zoo.case import Case, PyTree
-from benchmarks.zoo.training import cross_entropy
+from benchmarks.zoo.training import cross_entropy, descend
 
-VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
-
-
-def _decoder_params(key: jax.Array, layers: int) -> PyTree:
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "embed": normal(keys[0], VOCABULARY, WIDTH),
-        "blocks": [encoder_block_params(k, WIDTH, HEADS) for k in keys[2:]],
-        "head": normal(keys[1], WIDTH, VOCABULARY),
-    }
+make_decoder = partial(decoder_params, layers=2, scanned=False, head=True)
 
 
 def _decoder_loss(params: PyTree, batch: PyTree) -> jax.Array:
     tokens = batch["tokens"]
-    x = params["embed"][tokens[:, :-1]]
-    for p in params["blocks"]:
-        x = encoder_block(p, x, causal(x.shape[1]))
-    return cross_entropy(x @ params["head"], tokens[:, 1:])
+    return cross_entropy(decoded(params, tokens[:, :-1]) @ params["head"], tokens[:, 1:])
 
 
 def _classes(batch: int) -> object:
@@ -82,10 +73,7 @@ def muon(batch: int = 8) -> Case:
     matrices = optax.chain(by_newton_schulz(), optax.add_decayed_weights(0.01), optax.scale(-0.02))
     tx = optax.multi_transform({"muon": matrices, "adamw": optax.adamw(1e-3)}, labels)
 
-    def init(key: jax.Array) -> PyTree:
-        return _decoder_params(key, 2)
-
-    return trained("muon", init, _decoder_loss, tx, token_batch(batch, LENGTH, VOCABULARY))
+    return trained("muon", make_decoder, _decoder_loss, tx, token_batch(batch, LENGTH, VOCABULARY))
 
 
 class SoapMatrix(NamedTuple):
@@ -151,9 +139,7 @@ def schedule_free(batch: int = 8) -> Case:
         return {"params": params, "opt_state": tx.init(params)}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_mlp_loss)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, _mlp_loss, state["params"], state["opt_state"], batch)
         averaged = optax.contrib.schedule_free_eval_params(opt_state, params)
         distance = optax.global_norm(jax.tree.map(jnp.subtract, averaged, params))
         return {"params": params, "opt_state": opt_state}, {"loss": loss, "distance": distance}
@@ -196,13 +182,11 @@ def multi_steps_ema(batch: int = 8) -> Case:
     ema = optax.ema(0.99)
 
     def init(key: jax.Array) -> PyTree:
-        params = _decoder_params(key, 2)
+        params = make_decoder(key)
         return {"params": params, "opt_state": tx.init(params), "ema": ema.init(params)}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(_decoder_loss)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, _decoder_loss, state["params"], state["opt_state"], batch)
         averaged, ema_state = ema.update(params, state["ema"])
         metrics = {"loss": loss, "distance": optax.global_norm(jax.tree.map(jnp.subtract, averaged, params))}
         return {"params": params, "opt_state": opt_state, "ema": ema_state}, metrics
@@ -216,12 +200,7 @@ def own_accumulation(batch: int = 8) -> Case:
     tx = optax.adamw(1e-3)
 
     def init(key: jax.Array) -> PyTree:
-        a, b, c = jax.random.split(key, 3)
-        params = {
-            "embed": normal(a, VOCABULARY, WIDTH),
-            "layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(jax.random.split(b, 2)),
-            "head": normal(c, WIDTH, VOCABULARY),
-        }
+        params = decoder_params(key, 2, head=True)
         # Each layer has an optimizer state of its own, its count too.
         opt_state = {"layers": jax.vmap(tx.init)(params["layers"]), "rest": tx.init(_rest(params))}
         return {"params": params, "opt_state": opt_state}
@@ -230,11 +209,7 @@ def own_accumulation(batch: int = 8) -> Case:
         return {name: p for name, p in params.items() if name != "layers"}
 
     def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
-        mask = causal(LENGTH)
-        x, _ = jax.lax.scan(
-            lambda x, p: (encoder_block(p, x, mask), None), params["embed"][tokens[:, :-1]], params["layers"]
-        )
-        return cross_entropy(x @ params["head"], tokens[:, 1:])
+        return _decoder_loss(params, {"tokens": tokens})
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         params = state["params"]

@@ -9,6 +9,9 @@ import numpy as np
 import optax
 
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16  # of language models
 
 
 def token_batch(batch: int, length: int, vocabulary: int) -> Callable[[int], dict[str, np.ndarray]]:
@@ -137,26 +140,59 @@ def encoder_block(p: PyTree, x: jax.Array, mask: jax.Array | None = None) -> jax
     return x + h @ p["down"]["w"] + p["down"]["b"]
 
 
+def decoder_params(key: jax.Array, layers: int, *, scanned: bool = True, head: bool = False) -> PyTree:
+    """Of a decoder of pre-norm blocks, "layers" that are stacked for a scan or a list of "blocks"."""
+    a, b, c = jax.random.split(key, 3)
+    keys = jax.random.split(b, layers)
+    params = {"embed": normal(a, VOCABULARY, WIDTH)} | ({"head": normal(c, WIDTH, VOCABULARY)} if head else {})
+    if scanned:
+        return params | {"layers": jax.vmap(lambda k: encoder_block_params(k, WIDTH, HEADS))(keys)}
+    return params | {"blocks": [encoder_block_params(k, WIDTH, HEADS) for k in keys]}
+
+
+def decoded(params: PyTree, tokens: jax.Array) -> jax.Array:
+    """What the head of a decoder reads; positions are added where it has them."""
+    x, mask = params["embed"][tokens], causal(tokens.shape[-1])
+    if "positions" in params:
+        x = x + params["positions"][: tokens.shape[-1]]
+    if "layers" in params:
+        return jax.lax.scan(lambda x, p: (encoder_block(p, x, mask), None), x, params["layers"])[0]
+    for p in params["blocks"]:
+        x = encoder_block(p, x, mask)
+    return x
+
+
 def trained(
     name: str,
     init_params: Callable[[jax.Array], PyTree],
-    loss_fn: Callable[[PyTree, PyTree], Any],
+    loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     batch: Callable[[int], PyTree],
     *,
     has_aux: bool = False,
+    has_key: bool = False,
+    frozen: Callable[[jax.Array], PyTree] | None = None,
 ) -> Case:
-    """The usual step: an update by gradients of `loss_fn(params, batch)`, whose metrics come too where it `has_aux`."""
+    """The usual step: an update by gradients of `loss_fn(params, batch)`, whose metrics come too where it `has_aux`.
+
+    With `frozen` a part of the state stays as it makes it, and the loss takes that second; where it `has_key`, the
+    state has a random key, and the loss takes what each step splits off it last.
+    """
 
     def init(key: jax.Array) -> PyTree:
-        params = init_params(key)
-        return {"params": params, "opt_state": tx.init(params)}
+        params_key, *keys = jax.random.split(key, 3) if frozen or has_key else (key,)
+        params = init_params(params_key)
+        state = {"params": params, "opt_state": tx.init(params)}
+        state |= {"frozen": frozen(keys[0])} if frozen else {}
+        return state | ({"key": keys[1]} if has_key else {})
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        found, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        given = [state["frozen"], batch] if frozen else [batch]
+        if has_key:
+            key, of_step = jax.random.split(state["key"])
+            state, given = state | {"key": key}, [*given, of_step]
+        found, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], *given, has_aux=has_aux)
         loss, metrics = found if has_aux else (found, {})
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, {"loss": loss, **metrics}
+        return state | {"params": params, "opt_state": opt_state}, {"loss": loss, **metrics}
 
     return Case(name=name, step=step, init=init, batch=batch)

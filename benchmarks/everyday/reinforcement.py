@@ -6,10 +6,11 @@ import numpy as np
 import optax
 
 from benchmarks.everyday.parts import (
+    VOCABULARY,
+    WIDTH,
     apply_mlp,
-    causal,
-    encoder_block,
-    encoder_block_params,
+    decoded,
+    decoder_params,
     float_batch,
     integers,
     joined,
@@ -17,8 +18,9 @@ from benchmarks.everyday.parts import (
     normal,
 )
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
 
-VOCABULARY, WIDTH, LENGTH = 64, 32, 12
+LENGTH = 12
 
 
 def ppo(batch: int = 8) -> Case:
@@ -78,9 +80,8 @@ def ppo(batch: int = 8) -> Case:
 
             def update(carry: tuple, part: PyTree) -> tuple:
                 params, opt_state = carry
-                (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
-                updates, opt_state = tx.update(grads, opt_state)
-                return (optax.apply_updates(params, updates), opt_state), {"loss": loss, **aux}
+                (loss, aux), params, opt_state = descend(tx, loss_fn, params, opt_state, part, has_aux=True)
+                return (params, opt_state), {"loss": loss, **aux}
 
             return jax.lax.scan(update, carry, shuffled)
 
@@ -96,21 +97,14 @@ def ppo(batch: int = 8) -> Case:
     return Case(name="ppo", step=step, init=init, batch=make)
 
 
-def _lm_params(key: jax.Array, layers: int = 2) -> PyTree:
-    keys = jax.random.split(key, layers + 2)
-    return {
-        "embed": normal(keys[0], VOCABULARY, WIDTH),
-        "positions": normal(keys[1], 2 * LENGTH, WIDTH, scale=0.02),
-        "blocks": [encoder_block_params(k, WIDTH, 4) for k in keys[2:]],
-    }
+def _lm_params(key: jax.Array) -> PyTree:
+    a, b = jax.random.split(key)
+    return decoder_params(a, 2, scanned=False) | {"positions": normal(b, 2 * LENGTH, WIDTH, scale=0.02)}
 
 
 def _token_log_probs(params: PyTree, tokens: jax.Array) -> jax.Array:
     """Of each token but the first, given those before it."""
-    x = tokens[..., :-1]
-    h = params["embed"][x] + params["positions"][: x.shape[-1]]
-    for p in params["blocks"]:
-        h = encoder_block(p, h, causal(x.shape[-1]))
+    h = decoded(params, tokens[..., :-1])
     logs = jax.nn.log_softmax((h @ params["embed"].T).astype(jnp.float32))
     return jnp.take_along_axis(logs, tokens[..., 1:, None], axis=-1)[..., 0]
 
@@ -141,9 +135,7 @@ def grpo(batch: int = 8) -> Case:
             per_answer = jnp.sum((policy + 0.04 * kl) * mask, axis=1) / jnp.maximum(mask.sum(1), 1)
             return per_answer.mean(), jnp.sum(kl * mask) / mask.sum()
 
-        (loss, kl), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        (loss, kl), params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], has_aux=True)
         return state | {"params": params, "opt_state": opt_state}, {"loss": loss, "kl": kl, "reward": rewards.mean()}
 
     make = joined(
@@ -178,9 +170,9 @@ def dpo(batch: int = 8) -> Case:
         return loss, {"margin": margin.mean(), "accuracy": (margin > 0).mean()}
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"], state["reference"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        (loss, aux), params, opt_state = descend(
+            tx, loss_fn, state["params"], state["opt_state"], state["reference"], batch, has_aux=True
+        )
         return {**state, "params": params, "opt_state": opt_state}, {"loss": loss, **aux}
 
     def make(seed: int) -> PyTree:
@@ -235,9 +227,7 @@ def dqn(batch: int = 8) -> Case:
             wanted = drawn["reward"] + 0.99 * jnp.where(drawn["done"], 0.0, later)
             return optax.huber_loss(q, jax.lax.stop_gradient(wanted)).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"])
         written = state["written"] + number
         target = optax.periodic_update(params, state["target"], written // number, 2)
         made = {"params": params, "target": target, "opt_state": opt_state}

@@ -88,9 +88,8 @@ def nerf(batch: int = 8) -> Case:
     tx = optax.adam(optax.exponential_decay(5e-4, 1000, 0.1))
 
     def init(key: jax.Array) -> PyTree:
-        a, b, c = jax.random.split(key, 3)
-        params = {"trunk": mlp(a, (6 * frequencies, width, width, width + 1)), "color": mlp(b, (width + 3, width, 3))}
-        return {"params": params, "opt_state": tx.init(params), "key": c}
+        a, b = jax.random.split(key)
+        return {"trunk": mlp(a, (6 * frequencies, width, width, width + 1)), "color": mlp(b, (width + 3, width, 3))}
 
     def encode(x: jax.Array) -> jax.Array:
         scaled = (x[..., None, :] * 2.0 ** jnp.arange(frequencies)[:, None]).reshape(*x.shape[:-1], -1)
@@ -112,20 +111,12 @@ def nerf(batch: int = 8) -> Case:
         through = jnp.concatenate([jnp.ones_like(through[:, :1]), through[:, :-1]], axis=-1)
         return jnp.sum((alpha * through)[..., None] * color, axis=1)
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        key, ray_key = jax.random.split(state["key"])
+    def loss_fn(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
+        loss = jnp.mean(jnp.square(render(params, batch, key) - jax.nn.sigmoid(batch["colors"])))
+        return loss, {"psnr": -10 * jnp.log10(loss)}
 
-        def loss_fn(params: PyTree) -> jax.Array:
-            return jnp.mean(jnp.square(render(params, batch, ray_key) - jax.nn.sigmoid(batch["colors"])))
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
-        psnr = -10 * jnp.log10(loss)
-        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss, "psnr": psnr}
-
-    shape = (batch, 3)
-    return Case(name="nerf", step=step, init=init, batch=float_batch(origins=shape, directions=shape, colors=shape))
+    make = float_batch(origins=(batch, 3), directions=(batch, 3), colors=(batch, 3))
+    return trained("nerf", init, loss_fn, tx, make, has_aux=True, has_key=True)
 
 
 def pinn(batch: int = 8) -> Case:

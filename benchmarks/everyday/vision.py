@@ -20,8 +20,10 @@ from benchmarks.everyday.parts import (
     layer_norm_params,
     mlp,
     normal,
+    trained,
 )
 from benchmarks.zoo.case import Case, PyTree
+from benchmarks.zoo.training import descend
 
 IMAGE, PATCH, WIDTH, HEADS, CLASSES = 16, 4, 32, 4, 10
 PATCHES = (IMAGE // PATCH) ** 2
@@ -124,14 +126,13 @@ def mae(batch: int = 8) -> Case:
 
     def init(key: jax.Array) -> PyTree:
         a, b, c, d = jax.random.split(key, 4)
-        params = {
+        return {
             "encoder": _encoder_params(a, 2, 3 * PATCH**2),
             "to_decoder": dense(b, WIDTH, WIDTH),
             "mask_token": jnp.zeros((1, 1, WIDTH)),
             "decoder": _encoder_params(c, 1, WIDTH),
             "head": dense(d, WIDTH, 3 * PATCH**2),
         }
-        return {"params": params, "opt_state": tx.init(params), "key": jax.random.key(3)}
 
     def forward(params: PyTree, target: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         enc = params["encoder"]
@@ -150,21 +151,15 @@ def mae(batch: int = 8) -> Case:
             x = encoder_block(block, x)
         return x @ params["head"]["w"] + params["head"]["b"], (restore >= kept).astype(jnp.float32)
 
-    def loss_fn(params: PyTree, images: jax.Array, key: jax.Array) -> jax.Array:
-        target = _patches(images)
+    def loss_fn(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
+        target = _patches(batch["images"])
         prediction, mask = forward(params, target, key)
         mean, var = target.mean(-1, keepdims=True), target.var(-1, keepdims=True)
         error = jnp.square(prediction - (target - mean) / jnp.sqrt(var + 1e-6)).mean(-1)
         return (error * mask).sum() / mask.sum()
 
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        key, mask_key = jax.random.split(state["key"])
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["images"], mask_key)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
-
-    return Case(name="mae", step=step, init=init, batch=float_batch(images=(batch, IMAGE, IMAGE, 3)))
+    make = float_batch(images=(batch, IMAGE, IMAGE, 3))
+    return trained("mae", init, loss_fn, tx, make, has_key=True)
 
 
 def clip(batch: int = 8) -> Case:
@@ -200,9 +195,7 @@ def clip(batch: int = 8) -> Case:
         return sum(both) / 2
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"], batch)
         params["logit_scale"] = jnp.clip(params["logit_scale"], 0, jnp.log(100.0))
         return {"params": params, "opt_state": opt_state}, {"loss": loss}
 
@@ -239,9 +232,7 @@ def dino(batch: int = 8) -> Case:
             pairs = [(t, s) for i, t in enumerate(sharp) for j, s in enumerate(logs) if i != j]
             return sum(-jnp.sum(t * s, axis=-1).mean() for t, s in pairs) / len(pairs)
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["student"])
-        updates, opt_state = tx.update(grads, state["opt_state"], state["student"])
-        student = optax.apply_updates(state["student"], updates)
+        loss, student, opt_state = descend(tx, loss_fn, state["student"], state["opt_state"])
         momentum = 1 - 0.004 * (jnp.cos(jnp.pi * state["step"] / 100) + 1) / 2
         new = {
             "student": student,
@@ -287,11 +278,10 @@ def moco(batch: int = 8) -> Case:
             logits = jnp.concatenate([positive, q @ state["queue"].T], axis=1) / 0.07
             return -jax.nn.log_softmax(logits)[:, 0].mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["query"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
+        loss, query, opt_state = descend(tx, loss_fn, state["query"], state["opt_state"])
         queue = jax.lax.dynamic_update_slice(state["queue"], keys, (state["pointer"], 0))
         new = {
-            "query": optax.apply_updates(state["query"], updates),
+            "query": query,
             "key": slow,
             "queue": queue,
             "pointer": (state["pointer"] + keys.shape[0]) % queue_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,37 +47,21 @@ def row_at(flat: FlatLimited, number: int) -> Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntegerProgram:
-    """Columns, rows and coefficients; the first columns are x[g, s], node after node, then y[e, s, t]."""
+    """Columns and rows; the first columns are x[g, s], node after node, then y[e, s, t]."""
 
     objective: np.ndarray
     column_upper: np.ndarray
-    row_lower: np.ndarray
-    row_upper: np.ndarray
-    entry_row: np.ndarray
-    entry_column: np.ndarray
-    entry_value: np.ndarray
+    rows: LinearConstraint
     first: np.ndarray  # of node g: the column of x[g, 0]
-    strategies: int  # columns below this are node variables
+
+    @property
+    def strategies(self) -> int:
+        """Columns below this are node variables."""
+        return int(self.first[-1])
 
 
-class _Rows:
-    """Rows as they are added, in arrays."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.lower: list[np.ndarray] = []
-        self.upper: list[np.ndarray] = []
-        self.row: list[np.ndarray] = []
-        self.column: list[np.ndarray] = []
-        self.value: list[np.ndarray] = []
-
-    def add(self, lower: np.ndarray, upper: np.ndarray, row: np.ndarray, column: np.ndarray, value: np.ndarray) -> None:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.row.append(row + self.count)
-        self.column.append(column)
-        self.value.append(value)
-        self.count += len(lower)
+# Some rows: (lower, upper) of each, and (row, column, value) of each entry.
+_Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> IntegerProgram:
@@ -88,60 +72,49 @@ def build(problem: Problem, memory: Sequence[Row], *, spare: bool = False) -> In
     """
     sizes = np.array([len(cost) for cost in problem.node_cost], dtype=np.int64)
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    rows = _Rows()
-    one_strategy_per_node(rows, sizes)
-    edge_cost = edge_variables(rows, problem, first)
-    objective = total_cost(problem, edge_cost)
-    upper = np.concatenate(
-        [np.isfinite(objective[: first[-1]]).astype(np.float64), np.ones(len(objective) - first[-1])]
-    )
+    # (5) sum over x of node cost + sum over y of edge cost
+    objective = np.concatenate([*problem.node_cost, *(e.cost[np.isfinite(e.cost)] for e in problem.edges)])
+    upper = np.isfinite(objective).astype(np.float64)
     objective = np.where(np.isfinite(objective), objective, 0.0)
     if spare:
         objective, upper = np.append(objective, 1.0), np.append(upper, math.inf)
-    memory_limit(rows, memory, first, len(objective) - 1 if spare else None)
-    return IntegerProgram(
-        objective=objective,
-        column_upper=upper,
-        row_lower=np.concatenate(rows.lower),
-        row_upper=np.concatenate(rows.upper),
-        entry_row=np.concatenate(rows.row),
-        entry_column=np.concatenate(rows.column),
-        entry_value=np.concatenate(rows.value),
-        first=first,
-        strategies=int(first[-1]),
-    )
+    over = len(objective) - 1 if spare else None
+    blocks = [one_strategy_per_node(sizes), *edge_variables(problem, first), *memory_limit(memory, first, over)]
+    begins = np.cumsum([0, *(len(lower) for lower, *_ in blocks)])
+    row = np.concatenate([row + begin for (_, _, row, _, _), begin in zip(blocks, begins, strict=False)])
+    row_lower, row_upper, _, column, value = map(np.concatenate, zip(*blocks, strict=True))
+    entries = csr_array((value, (row, column)), shape=(begins[-1], len(objective)))
+    rows = LinearConstraint(entries, row_lower, row_upper)
+    return IntegerProgram(objective=objective, column_upper=upper, rows=rows, first=first)
 
 
-def one_strategy_per_node(rows: _Rows, sizes: np.ndarray) -> None:
+def one_strategy_per_node(sizes: np.ndarray) -> _Rows:
     """(1) sum over s of x[g, s] = 1."""
     sums = np.ones(len(sizes))
     total = int(sizes.sum())
-    rows.add(sums, sums, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total))
+    return sums, sums, np.repeat(np.arange(len(sizes)), sizes), np.arange(total), np.ones(total)
 
 
-def edge_variables(rows: _Rows, problem: Problem, first: np.ndarray) -> list[np.ndarray]:
-    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s = x[h, t], over the pairs allowed; returns their costs."""
-    costs: list[np.ndarray] = []
+def edge_variables(problem: Problem, first: np.ndarray) -> Iterator[_Rows]:
+    """(2) sum over t of y[e, s, t] = x[g, s] and sum over s = x[h, t], over the pairs allowed."""
     column = int(first[-1])
     for edge in problem.edges:
         s, t = np.nonzero(np.isfinite(edge.cost))
-        costs.append(edge.cost[s, t])
         pairs = np.arange(column, column + len(s))
         column += len(s)
         for node, rows_of_pair, count in ((edge.source, s, edge.cost.shape[0]), (edge.target, t, edge.cost.shape[1])):
             zero = np.zeros(count)
             strategies = np.arange(count)
-            rows.add(
+            yield (
                 zero,
                 zero,
                 np.concatenate([rows_of_pair, strategies]),
                 np.concatenate([pairs, first[node] + strategies]),
                 np.concatenate([np.ones(len(s)), np.full(count, -1.0)]),
             )
-    return costs
 
 
-def memory_limit(rows: _Rows, memory: Sequence[Row], first: np.ndarray, spare: int | None) -> None:
+def memory_limit(memory: Sequence[Row], first: np.ndarray, spare: int | None) -> Iterator[_Rows]:
     """(4) at each time that can bind: sum over live nodes and s of bytes[g, s] x[g, s] <= the row's room."""
     largest = max((abs(row.room) for row in memory), default=1)
     for row in memory:
@@ -154,13 +127,7 @@ def memory_limit(rows: _Rows, memory: Sequence[Row], first: np.ndarray, spare: i
         columns, sizes = columns[used], sizes[used]
         if spare is not None:
             columns, sizes = np.append(columns, spare), np.append(sizes, -1.0)
-        upper = np.array([row.room / scale])
-        rows.add(np.array([-math.inf]), upper, np.zeros(len(columns), dtype=np.int64), columns, sizes)
-
-
-def total_cost(problem: Problem, edge_cost: list[np.ndarray]) -> np.ndarray:
-    """(5) sum over x of node cost + sum over y of edge cost."""
-    return np.concatenate([*problem.node_cost, *edge_cost])
+        yield np.array([-math.inf]), np.array([row.room / scale]), np.zeros_like(columns), columns, sizes
 
 
 EXACT_ENTRIES = 60_000  # edge variables with which a program takes some seconds
@@ -211,14 +178,12 @@ def run(program: IntegerProgram, deadline: float, *, integers: bool = True) -> t
     Costs are scaled to a largest absolute value of 1e6 before, for the solver's absolute tolerances.
     """
     scale = 1e6 / max(float(np.abs(program.objective).max(initial=0.0)), 1e-300)
-    columns, rows = len(program.objective), len(program.row_lower)
-    entries = csr_array((program.entry_value, (program.entry_row, program.entry_column)), shape=(rows, columns))
     left_s = max(deadline - time.perf_counter(), 0.01)
     result = milp(
         program.objective * scale,
-        integrality=integers & (np.arange(columns) < program.strategies),
+        integrality=integers & (np.arange(len(program.objective)) < program.strategies),
         bounds=Bounds(0.0, program.column_upper),
-        constraints=LinearConstraint(entries, program.row_lower, program.row_upper),
+        constraints=program.rows,
         options={"mip_rel_gap": 0.0} | ({"time_limit": left_s} if math.isfinite(left_s) else {}),
     )
     if result.status == 2:

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 
 Graph = tuple[np.ndarray, ...]
+Spans = tuple[np.ndarray, ...]  # of memory: span_first, low, high, span_bytes and bytes of `memory.FlatLimited`
 FLAGS = {"nnan", "nsz", "arcp", "contract"}  # reorder freely, but infinities are kept: they mean "not allowed"
 TRIES = 12  # priced solutions of one tree: a row's price to a few bits is all that a discrete choice needs
 
@@ -205,11 +206,7 @@ def prepare(
 
 @njit(cache=True, nogil=True)
 def charge(
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    bytes_of: np.ndarray,
+    spans: Spans,
     sums: np.ndarray,
     size: int,
     tree: np.ndarray,
@@ -217,6 +214,7 @@ def charge(
     rate: np.ndarray,
 ) -> tuple[int, int]:
     """Fill rate with the price of the bytes of every strategy; returns the first and last row held, plus one."""
+    span_first, low, high, span_bytes, bytes_of = spans
     begin, end = len(sums) - 1, 0
     for k in range(size):
         v, width = tree[k], at[k + 1] - at[k]
@@ -234,11 +232,7 @@ def charge(
 
 @njit(cache=True, nogil=True)
 def raise_price(
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    bytes_of: np.ndarray,
+    spans: Spans,
     row: int,
     rise: float,
     size: int,
@@ -247,6 +241,7 @@ def raise_price(
     rate: np.ndarray,
 ) -> None:
     """Add a rise of one row's price to the rates."""
+    span_first, low, high, span_bytes, bytes_of = spans
     for k in range(size):
         v = tree[k]
         for x in range(span_first[v], span_first[v + 1]):
@@ -257,11 +252,7 @@ def raise_price(
 
 @njit(cache=True, nogil=True)
 def shift(
-    span_first: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    span_bytes: np.ndarray,
-    bytes_of: np.ndarray,
+    spans: Spans,
     choice: np.ndarray,
     size: int,
     tree: np.ndarray,
@@ -269,6 +260,7 @@ def shift(
     change: np.ndarray,
 ) -> bool:
     """Add to change, the bytes that pick holds more than choice; False when they agree."""
+    span_first, low, high, span_bytes, bytes_of = spans
     differs = False
     for k in range(size):
         v = tree[k]
@@ -308,8 +300,8 @@ def total(size: int, at: np.ndarray, rate: np.ndarray, pick: np.ndarray) -> floa
 
 @njit(cache=True, nogil=True)
 def search(
-    graph: Graph, span_first: np.ndarray, low: np.ndarray, high: np.ndarray, span_bytes: np.ndarray,
-    bytes_of: np.ndarray, price: np.ndarray, choice: np.ndarray, left: np.ndarray, seed: int, moves: int, largest: int,
+    graph: Graph, spans: Spans, price: np.ndarray, choice: np.ndarray, left: np.ndarray, seed: int, moves: int,
+    largest: int,
 ) -> None:  # fmt: skip
     """Make `moves` tree moves from a choice; choice and left (bytes still free a row) are updated.
 
@@ -323,12 +315,8 @@ def search(
     if len(free) == 0:
         return
     stamp, touched = np.full(n, -1), np.full(n, -1)
-    count, tree, parent, link = (
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-    )
+    count, tree = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    parent, link = np.zeros(n, np.int64), np.zeros(n, np.int64)
     queue, pick, kept = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     at = np.zeros(n + 1, np.int64)
     own, rate, value, toll = np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n]), np.zeros(first[n])
@@ -346,7 +334,7 @@ def search(
             tree, parent, link, queue,
         )  # fmt: skip
         prepare(graph, choice, size, tree, stamp, at, own, kept)
-        begin, end = charge(span_first, low, high, span_bytes, bytes_of, sums, size, tree, at, toll)
+        begin, end = charge(spans, sums, size, tree, at, toll)
         rate[: at[size]] = toll[: at[size]]
         before = tree_cost(graph, size, tree, parent, link, at, own, kept)
         toll_before = total(size, at, toll, kept)
@@ -355,7 +343,7 @@ def search(
         for attempt in range(TRIES):
             both[: at[size]] = own[: at[size]] + rate[: at[size]]
             solve_tree(graph, size, tree, parent, link, at, both, value, back, pick)
-            if not shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, pick, change):
+            if not shift(spans, choice, size, tree, pick, change):
                 break
             over, worst, level = assess(left, begin, end, change)
             now = tree_cost(graph, size, tree, parent, link, at, own, pick)
@@ -371,12 +359,9 @@ def search(
             for k in range(size):
                 held += rate[at[k] + choice[tree[k]]] - rate[at[k] + pick[k]]
             rise = max((before + held) - now, 1e-9 * abs(before)) / level
-            raise_price(
-                span_first, low, high, span_bytes, bytes_of, worst, rise * (1.05 if attempt < 5 else 2.1), size, tree,
-                at, rate,
-            )  # fmt: skip
+            raise_price(spans, worst, rise * (1.05 if attempt < 5 else 2.1), size, tree, at, rate)
         if found:
-            shift(span_first, low, high, span_bytes, bytes_of, choice, size, tree, kept, change)
+            shift(spans, choice, size, tree, kept, change)
             level = 0
             for r in range(begin, end):
                 level += change[r]

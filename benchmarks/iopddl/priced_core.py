@@ -65,10 +65,9 @@ class PricedLoops(Loops):
         """Tree moves that pay a price, and within the limit; the choice is updated."""
         f = self.flat
         left = self.left(choice) if limited else np.full(len(f.room), 2**61, dtype=np.int64)
-        self._limited.search(
-            f.arrays, f.span_first, f.low, f.high, f.span_bytes, f.bytes,
-            np.zeros(len(f.room)) if price is None else price, choice, left, seed % 2**32, moves, TREE_NODES,
-        )  # fmt: skip
+        spans = (f.span_first, f.low, f.high, f.span_bytes, f.bytes)
+        price = np.zeros(len(f.room)) if price is None else price
+        self._limited.search(f.arrays, spans, price, choice, left, seed % 2**32, moves, TREE_NODES)
 
 
 # The master program of the Lagrangian, whose duals are the next prices on memory rows.

@@ -17,27 +17,24 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import math
 import os
-import queue
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from autopar.ir.rules import RuleBook  # noqa: E402
 from benchmarks.machine import CHEAP_COMPILATION, description, markdown  # noqa: E402
-from benchmarks.random_programs.forms import FORMS, SAME_RESULTS  # noqa: E402
+from benchmarks.random_programs.forms import FORMS  # noqa: E402
 from benchmarks.random_programs.generator import generate  # noqa: E402
-from benchmarks.random_programs.modes import KINDS, Bench, Mode, Outcome, modes_of, modes_of_rules  # noqa: E402
+from benchmarks.random_programs.modes import KINDS, Mode, Outcome, modes_of, modes_of_rules, work  # noqa: E402
 from benchmarks.random_programs.program import Program  # noqa: E402
-from benchmarks.row_processes import JobProcess, answer, jobs  # noqa: E402
+from benchmarks.row_processes import JobProcess  # noqa: E402
 
 os.environ.setdefault("XLA_FLAGS", f"{CHEAP_COMPILATION} --xla_force_host_platform_device_count={DEVICES}")
 RESULTS = Path(__file__).parent.parent / "results" / "random_programs.md"
@@ -49,7 +46,7 @@ class Worker:
     """A process that runs programs, started again after one that it does not survive."""
 
     def __init__(self) -> None:
-        self._process = JobProcess("benchmarks.random_programs", ["--worker"], TIMEOUT_S)
+        self._process = JobProcess(work, TIMEOUT_S)
         self._seeds: set[int] = set()
 
     def run(self, program: Program, mode: Mode) -> Outcome:
@@ -68,20 +65,6 @@ class Worker:
         self._seeds.clear()
 
 
-def work() -> None:
-    """Reads programs and modes, writes outcomes."""
-    rules: dict[Any, RuleBook] = {}
-    bench: Bench | None = None
-    forms: dict[Program, Bench] = {}  # the first form of a program, of those which compute the same
-    for program, mode in jobs():
-        if bench is None or bench.program != program:
-            first = dataclasses.replace(program, form="scanned") if program.form in SAME_RESULTS else program
-            bench = Bench(program, rules, other_form=forms.get(first))
-            forms = {first: bench.other_form or bench}
-        outcome = bench.run(mode)
-        answer({"kind": outcome.kind, "reason": outcome.reason})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     seed: int
@@ -93,36 +76,23 @@ class Row:
 Modes = Callable[[Program], list[Mode]]
 
 
-def run_all(seeds: Sequence[int], forms: Sequence[str], modes: Modes, workers: int, limit_s: float) -> list[Row]:
-    """Runs programs, some at a time, and begins none after `limit_s`; prints what is not equal."""
-    end_s = time.perf_counter() + limit_s
-    todo: queue.Queue[int] = queue.Queue()
-    for seed in seeds:
-        todo.put(seed)
-    rows: list[Row] = []
+def run_all(seeds: Sequence[int], forms: Sequence[str], modes: Modes, workers: int) -> list[Row]:
+    """Runs programs, some at a time; prints what is not equal."""
+    here = threading.local()  # of each thread, its process
 
-    def take() -> None:
-        worker = Worker()
-        try:
-            while time.perf_counter() < end_s:
-                seed = todo.get_nowait()
-                for form in forms:
-                    program = generate(seed, form)
-                    for mode in modes(program):
-                        row = Row(seed=seed, form=form, mode=mode, outcome=worker.run(program, mode))
-                        rows.append(row)
-                        _report(row)
-        except queue.Empty:
-            pass
-        finally:
-            worker.close()
+    def rows_of(seed: int) -> list[Row]:
+        if not hasattr(here, "worker"):
+            here.worker = Worker()
+        rows = []
+        for program in (generate(seed, form) for form in forms):
+            for mode in modes(program):
+                outcome = here.worker.run(program, mode)
+                rows.append(Row(seed=seed, form=program.form, mode=mode, outcome=outcome))
+                _report(rows[-1])
+        return rows
 
-    threads = [threading.Thread(target=take) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return rows
+    with ThreadPoolExecutor(workers) as pool:
+        return [row for rows in pool.map(rows_of, seeds) for row in rows]
 
 
 def _report(row: Row) -> None:
@@ -250,24 +220,17 @@ def main() -> int:
     parser.add_argument("--forms", default="plain", help=f"'layers', or some of {', '.join(FORMS)}")
     parser.add_argument("--drawn", type=int, default=3, help="modes of each program beside the free search")
     parser.add_argument("--rules", action="store_true", help="graphs of micro-batches on one device, without plans")
-    parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more programs are begun")
     parser.add_argument("--keep", action="store_true", help=f"writes results/{RESULTS.name}")
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--shrink", type=int, metavar="SEED")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        work()
-        return 0
     forms = FORMS[1:] if args.forms == "layers" else args.forms.split(",")
     if not set(forms) <= set(FORMS):
         parser.error(f"--forms {args.forms}: expected 'layers', or some of {', '.join(FORMS)}")
 
     def modes(program: Program) -> list[Mode]:
-        found = modes_of_rules(program) if args.rules else modes_of(program, args.drawn)
-        return [mode for mode in found if args.only in mode.name]
+        return modes_of_rules(program) if args.rules else modes_of(program, args.drawn)
 
     if args.show is not None:
         program = generate(args.show, forms[0])
@@ -278,7 +241,7 @@ def main() -> int:
         return 0
     start_s = time.perf_counter()
     seeds = range(args.seed, args.seed + args.programs)
-    rows = run_all(seeds, forms, modes, args.workers, 60 * args.minutes)
+    rows = run_all(seeds, forms, modes, args.workers)
     text = page(rows, args, time.perf_counter() - start_s)
     print(text)
     if args.keep:

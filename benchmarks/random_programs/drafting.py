@@ -100,6 +100,10 @@ class Draft:
         self.statements.append(made)
         return made
 
+    def emit_one(self, *texts: str) -> Statement:
+        """One of several new values. Raises: Unfit, as `emit`."""
+        return self.emit(str(self.one(texts)))
+
     def shape_of(self, text: str) -> object:
         names = [s.name for s in self.statements]
         function = eval(f"lambda {', '.join([*names, 'p', 's', 'batch'])}: {text}", _NAMESPACE)

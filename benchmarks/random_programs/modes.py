@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from autopar.passes.microbatch import micro_batched
 from autopar.passes.plain_loop import run_graph
 from autopar.runtime.schedule import V_SHAPED
 from autopar.runtime.standard_schedules import SCHEDULES
+from benchmarks.random_programs.forms import SAME_RESULTS
 from benchmarks.random_programs.program import Program, load
 from benchmarks.rounding import difference, noise_of, perturbed_arguments, results_of
 
@@ -314,6 +316,26 @@ class Bench:
             plan = self._step(Mode(name="free search", devices=devices)).plan(*self.arguments(False))
             self._peaks[devices] = max(plan.predicted.peak_bytes)
         return self._peaks[devices]
+
+
+@functools.cache
+def _rules() -> dict[Any, RuleBook]:
+    """Those of all programs of a process."""
+    return {}
+
+
+@functools.lru_cache(maxsize=2)
+def _bench(program: Program) -> Bench:
+    """A program, beside the first of its forms that compute the same."""
+    first = dataclasses.replace(program, form="scanned") if program.form in SAME_RESULTS else program
+    return Bench(program, _rules(), other_form=None if first == program else _bench(first))
+
+
+def work(job: tuple[Program, Mode]) -> dict[str, str]:
+    """What becomes of a program under a mode, in a process of its own."""
+    program, mode = job
+    outcome = _bench(program).run(mode)
+    return {"kind": outcome.kind, "reason": outcome.reason}
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import optax
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import vector_batch
 from benchmarks.zoo.mlp import apply_mlp, init_mlp
-from benchmarks.zoo.training import cross_entropy, momentum
+from benchmarks.zoo.training import cross_entropy, descend, momentum
 
 RATE = 0.2
 INITIAL_SCALE = 2.0**18  # high enough for the first step to overflow
@@ -38,9 +38,7 @@ def dropout(*, layers: int = 2, width: int = 64, features: int = 32, classes: in
         def loss_fn(params: PyTree) -> jax.Array:
             return cross_entropy(apply_with_dropout(params, batch["inputs"], key), batch["labels"])
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
+        loss, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"])
         return {"params": params, "opt_state": opt_state, "key": next_key}, {"loss": loss}
 
     return Case(

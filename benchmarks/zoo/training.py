@@ -1,7 +1,7 @@
 """The training step that most cases share: a loss of parameters, minimised by an optax optimiser."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,20 @@ class TrainState(NamedTuple):
 def momentum() -> optax.GradientTransformation:
     """The default optimiser: linear in the gradient, so it does not amplify rounding as Adam's division does."""
     return optax.sgd(0.1, momentum=0.9)
+
+
+def descend(
+    tx: optax.GradientTransformation,
+    loss: Callable[..., Any],
+    params: PyTree,
+    opt_state: PyTree,
+    *args: Any,
+    has_aux: bool = False,
+) -> tuple[Any, PyTree, PyTree]:
+    """An update by the gradients of `loss(params, *args)`: (what that gave, new parameters, the optimiser's state)."""
+    found, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, *args)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return found, optax.apply_updates(params, updates), opt_state
 
 
 def training_case(

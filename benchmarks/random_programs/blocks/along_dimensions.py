@@ -11,30 +11,24 @@ from benchmarks.random_programs.drafting import FLOATS, Draft, Statement, Unfit
 @block
 def elementwise(d: Draft) -> None:
     x = d.pick(FLOATS)
-    d.emit(
-        str(
-            d.one(
-                (
-                    f"jnp.tanh({x.name}) * 1.5",
-                    f"jax.nn.sigmoid({x.name}) - 0.5",
-                    f"jnp.where({x.name} > 0.1, {x.name}, 0.2 * {x.name})",
-                    f"jnp.clip({x.name}, -1, 1)",
-                    f"jnp.exp(-({x.name} ** 2))",
-                    f"lax.rsqrt({x.name} * {x.name} + 1)",
-                    f"jnp.logaddexp({x.name}, 0.0)",
-                    f"jnp.sign({x.name}) * {x.name}",
-                    f"jnp.minimum({x.name}, 0.5) + jnp.maximum({x.name}, -0.5)",
-                    f"lax.erf({x.name})",
-                    f"jnp.arctan2({x.name}, 2.0)",
-                    f"jnp.nan_to_num({x.name} / (jnp.abs({x.name}) + 0.5))",
-                    f"lax.stop_gradient({x.name}) * 0.5 + {x.name}",
-                    f"jnp.cbrt({x.name} + 3.0)",
-                    f"{x.name} ** 3 / (1 + {x.name} ** 2)",
-                    f"(3 * {x.name} + 1) % 2.5",
-                    f"lax.select({x.name} > 0, {x.name}, jnp.full_like({x.name}, 0.1))",
-                )
-            )
-        )
+    d.emit_one(
+        f"jnp.tanh({x.name}) * 1.5",
+        f"jax.nn.sigmoid({x.name}) - 0.5",
+        f"jnp.where({x.name} > 0.1, {x.name}, 0.2 * {x.name})",
+        f"jnp.clip({x.name}, -1, 1)",
+        f"jnp.exp(-({x.name} ** 2))",
+        f"lax.rsqrt({x.name} * {x.name} + 1)",
+        f"jnp.logaddexp({x.name}, 0.0)",
+        f"jnp.sign({x.name}) * {x.name}",
+        f"jnp.minimum({x.name}, 0.5) + jnp.maximum({x.name}, -0.5)",
+        f"lax.erf({x.name})",
+        f"jnp.arctan2({x.name}, 2.0)",
+        f"jnp.nan_to_num({x.name} / (jnp.abs({x.name}) + 0.5))",
+        f"lax.stop_gradient({x.name}) * 0.5 + {x.name}",
+        f"jnp.cbrt({x.name} + 3.0)",
+        f"{x.name} ** 3 / (1 + {x.name} ** 2)",
+        f"(3 * {x.name} + 1) % 2.5",
+        f"lax.select({x.name} > 0, {x.name}, jnp.full_like({x.name}, 0.1))",
     )
 
 
@@ -48,18 +42,12 @@ def sum_of_two(d: Draft) -> None:
 def broadcast(d: Draft) -> None:
     x = d.pick(REAL)
     n = d.size((2, 3, 4, 5))
-    d.emit(
-        str(
-            d.one(
-                (
-                    f"jnp.repeat({x.name}[..., None], {n}, axis=-1)",
-                    f"jnp.broadcast_to({x.name}, ({n}, *{x.name}.shape))",
-                    f"jnp.tile({x.name}, {n})",
-                    f"{x.name}[..., None] * jnp.linspace(0.5, 1.0, {n})",
-                    f"lax.broadcast_in_dim({x.name}, (*{x.name}.shape, {n}), {tuple(range(len(x.shape)))})",
-                )
-            )
-        )
+    d.emit_one(
+        f"jnp.repeat({x.name}[..., None], {n}, axis=-1)",
+        f"jnp.broadcast_to({x.name}, ({n}, *{x.name}.shape))",
+        f"jnp.tile({x.name}, {n})",
+        f"{x.name}[..., None] * jnp.linspace(0.5, 1.0, {n})",
+        f"lax.broadcast_in_dim({x.name}, (*{x.name}.shape, {n}), {tuple(range(len(x.shape)))})",
     )
 
 
@@ -74,7 +62,7 @@ def reshaped(d: Draft) -> None:
         choices.append(f"jnp.swapaxes({x.name}, 0, 1)")
     choices += [f"{x.name}.reshape({n}, {total // n})" for n in (2, 3, 4, 6, 8) if total % n == 0]
     choices += [f"{x.name}.reshape({x.name}.shape[0], {n}, -1)" for n in (2, 3, 4) if (total // x.shape[0]) % n == 0]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -83,22 +71,16 @@ def reduction(d: Draft) -> None:
     axis = d.axis(x)
     n = x.shape[axis]
     keep = d.one(("", ", keepdims=True"))
-    d.emit(
-        str(
-            d.one(
-                (
-                    f"jnp.mean({x.name}, axis={axis}{keep})",
-                    f"jnp.sum({x.name}, axis={axis}{keep}) * {root(n)}",
-                    f"jnp.max({x.name}, axis={axis}{keep})",
-                    f"jnp.min({x.name}, axis={axis}{keep})",
-                    f"jnp.prod(1 + 0.1 * {x.name}, axis={axis}{keep})",
-                    f"jax.nn.logsumexp({x.name}, axis={axis}{keep})",
-                    f"jnp.var({x.name}, axis={axis}{keep})",
-                    f"jnp.linalg.norm({x.name} + 2, axis={axis}{keep}) * {root(n)}",
-                    f"jnp.median({x.name}, axis={axis}{keep})",
-                )
-            )
-        )
+    d.emit_one(
+        f"jnp.mean({x.name}, axis={axis}{keep})",
+        f"jnp.sum({x.name}, axis={axis}{keep}) * {root(n)}",
+        f"jnp.max({x.name}, axis={axis}{keep})",
+        f"jnp.min({x.name}, axis={axis}{keep})",
+        f"jnp.prod(1 + 0.1 * {x.name}, axis={axis}{keep})",
+        f"jax.nn.logsumexp({x.name}, axis={axis}{keep})",
+        f"jnp.var({x.name}, axis={axis}{keep})",
+        f"jnp.linalg.norm({x.name} + 2, axis={axis}{keep}) * {root(n)}",
+        f"jnp.median({x.name}, axis={axis}{keep})",
     )
 
 

@@ -65,7 +65,7 @@ def looped(d: Draft) -> None:
         f"lax.map(lambda y: jnp.tanh(y) * jnp.sum(y), {x.name})" if x.shape else f"{x.name} * 2",
         f"jax.vmap(lambda y: jnp.sum(y ** 2) * 0.1)({x.name})" if x.shape else f"{x.name} * 2",
     ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -82,7 +82,7 @@ def chosen(d: Draft) -> None:
     if x.shape:
         w = d.parameter(x.shape[-1], x.shape[-1])
         choices.append(f"lax.cond({counter} % 2 == 0, lambda y, w: jnp.tanh(y @ w), lambda y, w: y, {x.name}, {w})")
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -100,14 +100,14 @@ def inner_jit(d: Draft) -> None:
     if x.shape:
         w = d.parameter(x.shape[-1], x.shape[-1])
         choices.append(f"jax.checkpoint(lambda y, w: jnp.tanh(y @ w * {root(x.shape[-1])}) @ w.T)({x.name}, {w}) * 0.3")
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
 def own_gradient(d: Draft) -> None:
     x = d.pick(REAL)
     choices = (f"scaled_gradient({x.name}) * 0.5", f"clipped_gradient({x.name}, 0.01)", f"soft_abs({x.name})")
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -121,15 +121,9 @@ def inner_gradient(d: Draft) -> None:
 def random_numbers(d: Draft) -> None:
     x = d.pick(("float32",), min_rank=1)
     key = f"jax.random.fold_in(jax.random.key(7), {d.counter()})"
-    d.emit(
-        str(
-            d.one(
-                (
-                    f"jnp.where(jax.random.bernoulli({key}, 0.8, {x.name}.shape), {x.name} / 0.8, 0)",
-                    f"{x.name} + 0.1 * jax.random.normal({key}, {x.name}.shape)",
-                    f"jax.random.permutation({key}, {x.name})",
-                    f"{x.name} * jax.random.uniform({key}, {x.name}.shape[-1:])",
-                )
-            )
-        )
+    d.emit_one(
+        f"jnp.where(jax.random.bernoulli({key}, 0.8, {x.name}.shape), {x.name} / 0.8, 0)",
+        f"{x.name} + 0.1 * jax.random.normal({key}, {x.name}.shape)",
+        f"jax.random.permutation({key}, {x.name})",
+        f"{x.name} * jax.random.uniform({key}, {x.name}.shape[-1:])",
     )

@@ -67,7 +67,7 @@ def updated_at(d: Draft) -> None:
     if d.chance(0.5):
         t = d.integers(n)
         choices = [f"{x.name}.at[{t.name}].{kind}(0.5{mode})"]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -86,7 +86,7 @@ def scattered(d: Draft) -> None:
         f'jnp.zeros({(groups, *x.shape[1:])}).at[{t.name} + 1].add({x.name}, mode="drop")',
         f"{d.parameter(groups, *x.shape[1:])}.at[{t.name}].add(0.1 * {x.name})",
     ]
-    y = d.emit(str(d.one(choices)))
+    y = d.emit_one(*choices)
     if d.chance(0.4):
         d.emit(f"{y.name}[{t.name}]")
 

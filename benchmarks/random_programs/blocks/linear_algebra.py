@@ -24,7 +24,7 @@ def positive_definite(d: Draft) -> None:
         f"jnp.linalg.eigvalsh({a.name})",
         f"jnp.tril({a.name})",
     ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block

@@ -19,7 +19,7 @@ def ordered(d: Draft) -> None:
         f"jnp.take_along_axis({x.name}, jnp.argsort({x.name}, axis={axis}), axis={axis})",
         f"jnp.quantile({x.name}, 0.3, axis={axis})",
     ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -38,7 +38,7 @@ def best_numbers(d: Draft) -> None:
         f"jnp.searchsorted(jnp.linspace(-1, 1, 7), {x.name})",
         f"jnp.digitize({x.name}, jnp.array([-0.5, 0.0, 0.5]))",
     ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -64,7 +64,7 @@ def whole_numbers(d: Draft) -> None:
         f"lax.convert_element_type({t.name}, jnp.int32)",
         f"lax.clamp(1, {t.name}, 3)" if t.dtype == "int32" else f"jnp.clip({t.name}, 1, 3)",
     ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)
 
 
 @block
@@ -83,4 +83,4 @@ def truths(d: Draft) -> None:
             f"{b.name}.mean(axis={axis})",
             f"jnp.sum(jnp.where({b.name}, {x.name}, 0)) / jnp.maximum(jnp.sum({b.name}), 1)",
         ]
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)

@@ -92,4 +92,4 @@ def complex_numbers(d: Draft) -> None:
         f"jnp.where({z.name}.real > 0, {z.name}, 0.5j)",
         f"jnp.sum({z.name}, axis=0) * 0.3" if z.shape else f"{z.name} * 1j",
     )
-    d.emit(str(d.one(choices)))
+    d.emit_one(*choices)

@@ -8,7 +8,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks.zoo.case import Case, PyTree
 from benchmarks.zoo.data import Batch
@@ -22,7 +21,7 @@ from benchmarks.zoo.published.sizes import (
     WIDTH,
     padded_tokens,
 )
-from benchmarks.zoo.training import cross_entropy, momentum
+from benchmarks.zoo.training import cross_entropy, descend, momentum
 
 IMAGE, PATCH, CLASSES = 16, 4, 10
 MEL_BINS, FRAMES = 8, 32
@@ -73,9 +72,7 @@ def huggingface_case(
                 return loss(outputs, batch["labels"])
             return cross_entropy(outputs.logits, batch["labels"])
 
-        value, grads = jax.value_and_grad(loss_fn)(state["params"])
-        updates, opt_state = tx.update(grads, state["opt_state"])
-        params = optax.apply_updates(state["params"], updates)
+        value, params, opt_state = descend(tx, loss_fn, state["params"], state["opt_state"])
         return {"params": params, "opt_state": opt_state, "key": next_key}, {"loss": value}
 
     return Case(name=name, step=step, init=init, batch=batch, zero_gradient=KEY_BIAS)
