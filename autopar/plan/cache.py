@@ -18,7 +18,7 @@ from autopar.plan.plan import checksum, decode, encode
 from autopar.plan.schema import PlanRecord
 
 # The version of everything that decides what a plan is. Change it when strategies, costs, rules or files change.
-SEARCH_VERSION = 137
+SEARCH_VERSION = 138
 
 
 def plan_key(parts: Sequence[object]) -> str:
