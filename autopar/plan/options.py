@@ -114,14 +114,6 @@ class FollowedStages:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NearStages:
-    """A pipeline by the number of its micro-batches, and the number of devices that most of its stages have."""
-
-    num_microbatches: int
-    stage_devices: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """The options of planning. None, or the default, leaves a choice to the search.
 
@@ -151,7 +143,6 @@ class PlanRequest:
         defer_stages: Whether stages are not searched for where the step does not fit as one program: one stage in the
             fewest micro-batches may be the plan then.
         to_beat_s: Step time of a plan that is there; slower ones are not wanted.
-        near: Stages that this plan has, beside which others are searched for first.
         recipe: The name of the recipe that the request is of; it decides nothing.
     """
 
@@ -179,7 +170,6 @@ class PlanRequest:
     remat: str | tuple[str, ...] = AS_WRITTEN
     defer_stages: bool = False
     to_beat_s: float = math.inf
-    near: NearStages | None = None
     recipe: str = dataclasses.field(default="", compare=False)
 
     @property

@@ -332,7 +332,7 @@ def ask_sources(context: PlanningContext) -> PlanningContext:
 
 def _with_one_program(context: PlanningContext) -> PlanningContext:
     """The context with programs without stages, which are searched for once for all requests that allow the same."""
-    alike = dataclasses.replace(context.request, defer_stages=False, to_beat_s=math.inf, near=None, time_limit_s=None)
+    alike = dataclasses.replace(context.request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
 
     def results() -> tuple[Candidate | Rejection, ...]:
         searched = context.after(mesh_candidates(context))
@@ -358,8 +358,8 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
 
 def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
-    seconds: a quick search ends with it; ways to write a step that differ in what scans compute again are compared by
-    it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
+    seconds: a quick search ends with it; ways to write a step that differ in what is computed again are compared by it,
+    and others have to beat it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
     """
     request, traced = context.request, context.traced
     is_asked = traced.stacked_over > 0 or admits_one_program(traced, context.cluster, request)
@@ -367,7 +367,7 @@ def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     is_even = not traced.uneven_over and not any_callbacks(traced.jaxpr)
     if not is_asked or not is_free or not is_even or context.fastest_s < math.inf:
         return context
-    alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, near=None, time_limit_s=None)
+    alike = dataclasses.replace(request, defer_stages=False, to_beat_s=math.inf, time_limit_s=None)
     what = "fewest micro-batches", alike, context.limit_bytes, context.keep_tolerance, context.cluster
     return context.after(context.graphs.of(traced, what, lambda: tuple(_one_stage_that_fits(context))))
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.common.progress import Deadline
 from autopar.errors import MemoryLimitError, SolverError, UnsupportedError
-from autopar.plan.options import WORTHWHILE, Attention, Effort, NearStages, PlanRequest
+from autopar.plan.options import WORTHWHILE, Attention, Effort, PlanRequest
 from autopar.plan.plan import Plan
 from autopar.search.inter_op.evaluate import PEAK_ERROR
 from autopar.search.step_ways import StepWay
@@ -262,8 +261,7 @@ class _Search:
         limit_s = self.request.time_limit_s
         if limit_s is not None and (self.known or self.refused is not None):
             limit_s = self.deadline.left_s
-        near = near_stages(self.plans[0]) if self.plans and to_beat_s < math.inf else None
-        asked = dataclasses.replace(way.of(self.request), defer_stages=defer_stages, to_beat_s=to_beat_s, near=near)
+        asked = dataclasses.replace(way.of(self.request), defer_stages=defer_stages, to_beat_s=to_beat_s)
         return self.plans_with(dataclasses.replace(asked, time_limit_s=limit_s))
 
     def enter(self, way: StepWay, plans: Plans) -> None:
@@ -322,15 +320,6 @@ def is_searched_whole(plan: Plan) -> bool:
     pipeline, limit_bytes = plan.record.pipeline, plan.record.memory_limit_bytes or math.inf
     fitting = (t for t in plan.record.tried if t.peak_bytes is not None and t.peak_bytes <= limit_bytes)
     return pipeline is None or len(pipeline.stages) > 1 or any(fitting)
-
-
-def near_stages(plan: Plan) -> NearStages | None:
-    """The stages of a plan; None where it has one."""
-    pipeline = plan.record.pipeline
-    if pipeline is None or len(pipeline.stages) == 1:
-        return None
-    sizes = [math.prod(stage.axis_sizes) for stage in pipeline.stages]
-    return NearStages(num_microbatches=pipeline.num_microbatches, stage_devices=statistics.mode(sizes))
 
 
 def known_programs(plan: Plan, way: StepWay, whole: Sequence[KnownProgram]) -> list[KnownProgram]:

@@ -392,11 +392,8 @@ class _Search:
         stages in the first number, and in the others those of one stage on all devices.
         """
         for number, m in enumerate(first):
-            least: float = self.context.cluster.num_devices if number and self.walks() else 0
+            least = self.context.cluster.num_devices if number and self.walks() else 0
             most = self.context.cluster.num_devices - 1 if self.begins_with_one else math.inf
-            near = self.context.request.near
-            if near is not None and not number and self.walks():
-                least, most = near.stage_devices / 2, min(most, 2 * near.stage_devices)
             if least <= most:
                 yield self.posed.of(self.cuts[m], sizes_between=(least, most))
 
@@ -465,7 +462,7 @@ class _Search:
         cuts = self.cuts = {}
         error_of_last: AutoparError | None = None
         is_cut = False
-        for m in self.first_numbers():
+        for m in microbatch_numbers(self.context.traced, self.context.cluster, self.context.request):
             # A search that walks through numbers begins with one; of a scan, one stage is searched for in several.
             if cuts and (self.context.deadline.passed or (self.walks() and self.step.parts == 1)):
                 break
@@ -482,15 +479,6 @@ class _Search:
             fits = self.context.fastest_s < math.inf
             if fits or self.context.request.num_microbatches is not None or self.cut_in(1) is None:
                 raise error_of_last
-
-    def first_numbers(self) -> list[int]:
-        """The numbers of micro-batches in which several stages are searched for first, that of a pipeline of the step
-        in another way to write it in front of all.
-        """
-        request = self.context.request
-        numbers = microbatch_numbers(self.context.traced, self.context.cluster, request)
-        near = [request.near.num_microbatches] if request.near is not None and self.walks() else []
-        return list(dict.fromkeys((*near, *numbers)))
 
     def that_may_fit(self) -> tuple[dict[int, MicrobatchedStep], str]:
         """(the numbers of micro-batches in which a pipeline may fit, why others have none)"""
