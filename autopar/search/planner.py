@@ -358,8 +358,9 @@ def _for_stages(context: PlanningContext) -> PlanningContext:
 
 def _in_fewest_microbatches(context: PlanningContext) -> PlanningContext:
     """The context with one stage under ZeRO in the fewest micro-batches that fit, where no program fits. It takes
-    seconds: a quick search ends with it; ways to write a step that differ in what is computed again are compared by it,
-    and others have to beat it. Its update comes after the micro-batches, with the stacks that the search over stages does without.
+    seconds: a quick search ends with it, ways to write a step that differ in what is computed again are compared by it,
+    and others have to beat it. Its update comes after the micro-batches, with the stacks that the search over stages
+    does without.
     """
     request, traced = context.request, context.traced
     is_asked = traced.stacked_over > 0 or admits_one_program(traced, context.cluster, request)
