@@ -33,7 +33,7 @@ from autopar.plan.options import AS_WRITTEN, Effort, PlanRequest
 from autopar.plan.plan import Plan, Trees
 from autopar.plan.schema import PinRecord, PinsRecord, PlanRecord
 from autopar.search.comparison import best_program, choose, near, notes
-from autopar.search.inter_op.evaluate import PEAK_ERROR
+from autopar.search.inter_op.evaluate import PEAK_ERROR, held_too_much
 from autopar.search.inter_op.pipeline_candidate import SOURCE as PIPELINES
 from autopar.search.inter_op.pipeline_candidate import PipelineCandidate, PipelineEstimate
 from autopar.search.inter_op.requested import (
@@ -398,7 +398,7 @@ def _one_stage_that_fits(context: PlanningContext) -> Iterator[Candidate | Rejec
         yield Rejection(source=source, why=f"{error.where}: {error.got}")
 
 
-def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate]:
+def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterator[PipelineCandidate | Rejection]:
     """One stage under ZeRO-3; where the search ends with it, beside data parallelism and other stages of ZeRO in as
     many micro-batches by their estimates, as far as the state leaves room, of which the fastest is built where it is
     faster.
@@ -413,7 +413,8 @@ def _with_baselines(context: PlanningContext, zero: PipelineCandidate) -> Iterat
     state = [graph.block.inputs[position] for position in sorted(graph.donated)]
     for nbytes, name, plain in leanest_bindings(context.cluster, graph, state):
         if nbytes > context.limit_bytes:
-            break
+            yield held_too_much(zero.source, zero.num_microbatches, name, nbytes)
+            continue
         binding = with_groups(plain, graph, context.cluster.num_devices)
         # All of them compute as much in these micro-batches.
         may_gain = first is None or first.least_s < (1 - ESTIMATE_ERROR) * best.step_time_s

@@ -37,6 +37,12 @@ TIGHTENED = 3
 PEAK_ERROR = 0.06
 
 
+def held_too_much(source: str, num_microbatches: int, name: str, held_bytes: int) -> Rejection:
+    """A recipe of one stage that is not evaluated, as a device has no room for what it holds through a step."""
+    text, held = f"{num_microbatches} micro-batches, {name}", text_of_bytes(held_bytes)
+    return Rejection(source=source, text=text, why=f"not evaluated: each device holds {held}", peak_bytes=held_bytes)
+
+
 class PipelineEvaluator:
     """Evaluates answers of the stage search, and keeps the fastest that fits.
 
@@ -275,9 +281,7 @@ class PipelineEvaluator:
 
     def does_not_fit(self, m: int, name: str, held_bytes: int) -> None:
         """Remembers a recipe of one stage that is not evaluated for what it holds."""
-        text, held = f"{m} micro-batches, {name}", text_of_bytes(held_bytes)
-        why = f"not evaluated: the state and the sums of the micro-batches take {held} on each device"
-        self.not_built.append(Rejection(source=SOURCE, text=text, why=why, peak_bytes=held_bytes))
+        self.not_built.append(held_too_much(SOURCE, m, name, held_bytes))
 
     def least_bytes(self, m: int, choice: StageChoice) -> int:
         """The least bytes of a choice of one stage in m micro-batches; 0 where they are not found in time."""
