@@ -238,6 +238,8 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
+# The train step of a configuration of MaxText.
+
 PREFIX = "maxtext:"
 MODULES = (
     "flax.nnx",

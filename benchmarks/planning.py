@@ -100,12 +100,22 @@ def many_shapes() -> Traced:
     return trained(loss, shapes)
 
 
+def llama() -> Traced:
+    """The step of examples/llama.py that README.md plans."""
+    import jax
+
+    from examples import llama
+
+    return llama.train_step.__wrapped__, jax.eval_shape(lambda: llama.job()[1:])
+
+
 def steps() -> dict[str, tuple[Callable[[], Traced], tuple[str, ...]]]:
     """The steps by name, and the clusters that each is planned for."""
     hosts = ("dgx-h100", "dgx-h100x2", "dgx-h100x8")
     made: dict[str, tuple[Callable[[], Traced], tuple[str, ...]]] = {
         f"gpt, {n} layers": (lambda n=n: zoo("gpt", layers=n, **GPT), hosts) for n in (12, 96)
     }
+    made["Llama 3 8B"] = llama, ("dgx-h100x8", "tpu-v5p:4x4x4")
     for model, sizes in DEEP.items():
         large = tuple(f"dgx-a100-80gx{n}" for n in (16, 128, 2048))
         made[f"{model}, unrolled"] = (lambda s=sizes: zoo("gpt", **s), large)

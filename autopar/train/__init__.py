@@ -1,4 +1,4 @@
-"""What surrounds a step in a training run: data, precision, checkpoints, monitoring, launching.
+"""The parts of a training run around its step: data, precision, checkpoints, monitoring, launching.
 
 In: A step, its plan and its state; a source of examples; a command line.
 Out: Batches, checkpoints, rows of metrics, processes.

@@ -371,14 +371,15 @@ def fit_stages(
             break
         for q in over:
             terms[q] = leaner(q, decisions)
-        if number == 2:
-            walked = list(terms)
+        if number == 2:  # from here on prices rise
+            walked, at_highest = list(terms), over
             for _ in range(number + 1, MOST_PRICES):
                 for q in over:
                     terms[q] = leaner(q, decisions)
-            pipeline, too_large, decisions = decided()
-            if too_large:
+            pipeline, over, decisions = decided()
+            if set(over) & set(at_highest):
                 break
+            rounds.pop()  # a lower price may do
             terms[:] = walked
         pipeline, over, decisions = decided()
     return pipeline, tuple(rounds)
